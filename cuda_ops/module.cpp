@@ -1,0 +1,960 @@
+// module.cpp: tokenpipe._native. Dtypes measured by the compiler, and the classes of this folder
+// with the GIL released wherever they may wait. No logic of the protocol.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "book.hpp"
+#include "client.hpp"
+#include "decoder.hpp"
+#include "output_ops.hpp"
+#include "ring.hpp"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace {
+
+// ---------------------------------------------------------------- tensors from Python
+
+struct DlDevice {
+  int32_t type, id;
+};
+struct DlDtype {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct DlTensor { // the ABI of DLPack, unchanged since its version 0.2
+  void *data;
+  DlDevice device;
+  int32_t ndim;
+  DlDtype dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+// A tensor of somebody else for the time of one call: numpy through the buffer protocol (also
+// read-only arrays), all others through DLPack.
+class Borrowed {
+public:
+  Borrowed(const char *name, py::handle object) {
+    if (object.is_none())
+      return;
+    if (PyObject_CheckBuffer(object.ptr()))
+      from_buffer(name, object);
+    else
+      from_dlpack(name, object);
+  }
+  ~Borrowed() {
+    if (buffer_.obj != nullptr)
+      PyBuffer_Release(&buffer_);
+  }
+  Borrowed(const Borrowed &) = delete;
+  Borrowed &operator=(const Borrowed &) = delete;
+
+  tp::Tensor view;
+
+private:
+  static tp::Dtype dtype(char kind, int64_t bytes) {
+    if (kind == 'i')
+      return bytes == 4 ? tp::Dtype::int32 : bytes == 8 ? tp::Dtype::int64 : tp::Dtype::other;
+    if (kind == 'u')
+      return bytes == 1   ? tp::Dtype::uint8
+             : bytes == 4 ? tp::Dtype::uint32
+             : bytes == 8 ? tp::Dtype::uint64
+                          : tp::Dtype::other;
+    if (kind == 'f')
+      return bytes == 4 ? tp::Dtype::float32 : bytes == 2 ? tp::Dtype::float16 : tp::Dtype::other;
+    return kind == 'b' && bytes == 2 ? tp::Dtype::bfloat16 : tp::Dtype::other;
+  }
+
+  void set_shape(const char *name, int ndim) {
+    if (ndim < 1 || ndim > 3)
+      throw tp::OpArgumentError(name, std::string(name) + " has " + std::to_string(ndim) +
+                                          " dimensions, must have 1 to 3");
+    view.ndim = ndim;
+  }
+
+  void from_buffer(const char *name, py::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      from_dlpack(name, object);
+      return;
+    }
+    const std::string format = buffer_.format ? buffer_.format : "B";
+    const char c = format.back();
+    const char kind = std::string("bhilq").find(c) != std::string::npos   ? 'i'
+                      : std::string("BHILQ").find(c) != std::string::npos ? 'u'
+                      : std::string("efd").find(c) != std::string::npos   ? 'f'
+                                                                          : '?';
+    view.dtype = format.size() == 1 || format[0] == '@' || format[0] == '<' || format[0] == '='
+                     ? dtype(kind, buffer_.itemsize)
+                     : tp::Dtype::other;
+    const std::string base = kind == 'i'   ? "int"
+                             : kind == 'u' ? "uint"
+                             : kind == 'f' ? "float"
+                                           : "";
+    view.dtype_name =
+        base.empty() ? "'" + format + "'" : base + std::to_string(8 * buffer_.itemsize);
+    set_shape(name, buffer_.ndim);
+    for (int i = 0; i < view.ndim; ++i) {
+      view.shape[i] = buffer_.shape[i];
+      view.stride[i] = buffer_.strides[i] / buffer_.itemsize;
+      if (view.stride[i] * buffer_.itemsize != buffer_.strides[i])
+        throw tp::OpArgumentError(name, std::string(name) + " has a stride of " +
+                                            std::to_string(buffer_.strides[i]) +
+                                            " bytes, no multiple of its item size");
+    }
+    view.data = buffer_.buf;
+  }
+
+  void from_dlpack(const char *name, py::handle object) {
+    if (!py::hasattr(object, "__dlpack__"))
+      throw tp::OpArgumentError(name, std::string(name) + " is a " +
+                                          Py_TYPE(object.ptr())->tp_name +
+                                          ", must be a numpy array or a tensor with DLPack");
+    capsule_ = object.attr("__dlpack__")();
+    auto *tensor = static_cast<DlTensor *>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
+    if (tensor == nullptr)
+      throw py::error_already_set();
+    constexpr int32_t cpu = 1, cuda_host = 3;
+    if (tensor->device.type != cpu && tensor->device.type != cuda_host)
+      throw tp::OpArgumentError(name, std::string(name) + " lies on DLPack device type " +
+                                          std::to_string(tensor->device.type) +
+                                          ", must be on the CPU (1 or 3)");
+    constexpr const char *kinds = "iuf?b";
+    const char kind = tensor->dtype.code < 5 ? kinds[tensor->dtype.code] : '?';
+    view.dtype = tensor->dtype.lanes == 1 ? dtype(kind, tensor->dtype.bits / 8) : tp::Dtype::other;
+    view.dtype_name = (kind == 'i'   ? "int"
+                       : kind == 'u' ? "uint"
+                       : kind == 'f' ? "float"
+                       : kind == 'b' ? "bfloat"
+                                     : "code" + std::to_string(tensor->dtype.code) + "_") +
+                      std::to_string(tensor->dtype.bits);
+    set_shape(name, tensor->ndim);
+    int64_t packed = 1;
+    for (int i = view.ndim - 1; i >= 0; --i) {
+      view.shape[i] = tensor->shape[i];
+      view.stride[i] = tensor->strides ? tensor->strides[i] : packed;
+      packed *= view.shape[i];
+    }
+    view.data = static_cast<uint8_t *>(tensor->data) + tensor->byte_offset;
+  }
+
+  Py_buffer buffer_{};
+  py::object capsule_;
+};
+
+// ---------------------------------------------------------------- segments
+
+[[nodiscard]] tp_sizes sizes_from(const py::dict &given) {
+  tp_sizes s{};
+  const auto take = [&](const char *name) { return given[name].cast<uint32_t>(); };
+  s.max_num_seqs = take("max_num_seqs");
+  s.top_logprobs = take("top_logprobs");
+  s.max_draft_tokens = take("max_draft_tokens");
+  s.num_decoders = take("num_decoders");
+  s.ring_slots = take("ring_slots");
+  s.output_slots = take("output_slots");
+  s.source_slots = take("source_slots");
+  s.command_slots = take("command_slots");
+  s.num_blocks = take("num_blocks");
+  s.block_size = take("block_size");
+  s.max_eos_ids = take("max_eos_ids");
+  s.max_request_id_bytes = take("max_request_id_bytes");
+  return s;
+}
+
+[[nodiscard]] py::dict sizes_to(const tp_sizes &s) {
+  return py::dict("max_num_seqs"_a = s.max_num_seqs, "top_logprobs"_a = s.top_logprobs,
+                  "max_draft_tokens"_a = s.max_draft_tokens, "num_decoders"_a = s.num_decoders,
+                  "ring_slots"_a = s.ring_slots, "output_slots"_a = s.output_slots,
+                  "source_slots"_a = s.source_slots, "command_slots"_a = s.command_slots,
+                  "num_blocks"_a = s.num_blocks, "block_size"_a = s.block_size,
+                  "max_eos_ids"_a = s.max_eos_ids,
+                  "max_request_id_bytes"_a = s.max_request_id_bytes);
+}
+
+[[nodiscard]] bool sizes_work(const tp_sizes &s) noexcept {
+  const auto power = [](uint32_t n) { return n >= 2 && (n & (n - 1)) == 0; };
+  return s.max_num_seqs >= 1 && s.max_draft_tokens >= 1 && s.num_decoders >= 1 &&
+         s.num_decoders <= TP_MAX_DECODERS && s.num_decoders <= s.max_num_seqs &&
+         power(s.ring_slots) && power(s.output_slots) && power(s.source_slots) &&
+         s.command_slots >= 1 && s.max_request_id_bytes % 8 == 0;
+}
+
+// What a new segment says of its creator.
+struct Owner {
+  uint32_t pid, pid_namespace;
+  uint64_t start;
+  std::string boot_id;
+};
+
+class MappedCore {
+public:
+  explicit MappedCore(const py::buffer &memory)
+      : info_(memory.request(true)), core_(info_.ptr, checked(info_)) {}
+
+  [[nodiscard]] const tp::Core &core() const noexcept { return core_; }
+
+private:
+  // Another process wrote the header: nothing of it is used before it makes sense as a whole.
+  static tp_sizes checked(const py::buffer_info &info) {
+    if (static_cast<uint64_t>(info.size) < sizeof(tp_header))
+      throw py::value_error("the segment is smaller than its header");
+    const auto &header = *static_cast<const tp_header *>(info.ptr);
+    // SYNC POINT: segment ready - acquire: sizes and parts are written
+    if (tp::observe(header.version) != TP_LAYOUT_VERSION || header.magic != TP_CORE_MAGIC)
+      throw py::value_error("not a core segment of this layout version");
+    const tp_sizes sizes = header.sizes;
+    if (!sizes_work(sizes) || tp::CorePlan(sizes).end != static_cast<uint64_t>(info.size))
+      throw py::value_error("the header's sizes do not give the segment's size");
+    return sizes;
+  }
+
+  py::buffer_info info_;
+  tp::Core core_;
+};
+
+class MappedSource {
+public:
+  explicit MappedSource(const py::buffer &memory)
+      : info_(memory.request(true)), map_(info_.ptr, checked(info_)) {}
+
+  [[nodiscard]] const tp::SourceMap &map() const noexcept { return map_; }
+
+private:
+  static tp_sizes checked(const py::buffer_info &info) {
+    if (static_cast<uint64_t>(info.size) < sizeof(tp_source))
+      throw py::value_error("the segment is smaller than its header");
+    const auto &head = *static_cast<const tp_source *>(info.ptr);
+    // SYNC POINT: segment ready - acquire: sizes and parts are written
+    if (tp::observe(head.version) != TP_LAYOUT_VERSION || head.magic != TP_SOURCE_MAGIC)
+      throw py::value_error("not a source segment of this layout version");
+    const tp_sizes sizes = head.sizes;
+    if (!sizes_work(sizes) || tp::SourcePlan(sizes).end != static_cast<uint64_t>(info.size))
+      throw py::value_error("the header's sizes do not give the segment's size");
+    return sizes;
+  }
+
+  py::buffer_info info_;
+  tp::SourceMap map_;
+};
+
+template <class Head> void write_owner(Head &head, const Owner &owner) {
+  head.owner_pid = owner.pid;
+  head.owner_namespace = owner.pid_namespace;
+  head.owner_start = owner.start;
+  std::memcpy(head.boot_id, owner.boot_id.data(),
+              std::min(owner.boot_id.size(), sizeof(head.boot_id) - 1));
+}
+
+void format_core(const py::buffer &memory, const py::dict &sizes, const Owner &owner,
+                 int64_t wall_offset_ns, const std::string &config) {
+  const py::buffer_info info = memory.request(true);
+  auto &header = *static_cast<tp_header *>(info.ptr);
+  if (config.size() >= sizeof(header.config))
+    throw py::value_error("the configuration text has " + std::to_string(config.size()) +
+                          " bytes, at most " + std::to_string(sizeof(header.config) - 1) + " fit");
+  header.magic = TP_CORE_MAGIC;
+  header.total_bytes = static_cast<uint64_t>(info.size);
+  header.sizes = sizes_from(sizes);
+  header.slot_bytes = tp::slot_bytes(header.sizes);
+  header.frame_bytes = tp::frame_bytes(header.sizes);
+  header.wall_offset_ns = static_cast<uint64_t>(wall_offset_ns);
+  header.state_role = UINT32_MAX;
+  header.state_since_ns = tp::now_ns();
+  header.accepting = 1;
+  write_owner(header, owner);
+  std::memcpy(header.config, config.data(), config.size());
+  // SYNC POINT: segment ready - release: the version is stored last
+  tp::publish(header.version, uint64_t{TP_LAYOUT_VERSION});
+}
+
+void format_source(const py::buffer &memory, const py::dict &sizes, const Owner &owner) {
+  const py::buffer_info info = memory.request(true);
+  auto &head = *static_cast<tp_source *>(info.ptr);
+  head.magic = TP_SOURCE_MAGIC;
+  head.total_bytes = static_cast<uint64_t>(info.size);
+  head.sizes = sizes_from(sizes);
+  head.slot_bytes = tp::slot_bytes(head.sizes);
+  write_owner(head, owner);
+  tp::publish(head.version, uint64_t{TP_LAYOUT_VERSION});
+}
+
+[[nodiscard]] uint64_t as_ns(double seconds) noexcept {
+  return seconds <= 0 ? 0 : static_cast<uint64_t>(seconds * 1e9);
+}
+
+// ---------------------------------------------------------------- the roles' objects
+
+class PyProducer {
+public:
+  PyProducer(const MappedCore &core, double spin_s)
+      : core_(core.core()), producer_(core_), spin_ns_(as_ns(spin_s)) {}
+
+  bool claim(double timeout_s) {
+    slot = producer_.try_claim();
+    if (slot == nullptr && timeout_s > 0) {
+      const py::gil_scoped_release release;
+      slot = producer_.claim({spin_ns_, as_ns(timeout_s)});
+    }
+    return slot != nullptr;
+  }
+  void publish() {
+    if (slot == nullptr)
+      throw py::value_error("publish() without a claimed slot");
+    slot = nullptr;
+    producer_.publish();
+    tp::put(core_.role(TP_ROLE_READER).progress_ns, tp::now_ns());
+  }
+  void beat() {
+    tp_role &role = core_.role(TP_ROLE_READER);
+    tp::put(role.heartbeat_ns, tp::now_ns());
+    tp::put(role.turns, tp::get(role.turns) + 1);
+  }
+  [[nodiscard]] uint64_t cursor() const noexcept { return producer_.cursor(); }
+
+  tp_step *slot = nullptr;
+
+private:
+  const tp::Core &core_;
+  tp::Producer producer_;
+  uint64_t spin_ns_;
+};
+
+class PySourceReader {
+public:
+  PySourceReader(const MappedSource &source, const MappedCore &core, double spin_s)
+      : reader_(source.map(), core.core()), spin_ns_(as_ns(spin_s)) {}
+
+  bool get_output(PyProducer &producer, double timeout_s) {
+    if (producer.slot == nullptr)
+      throw py::value_error("get_output() without a claimed slot");
+    if (!reader_.wait_for_step({0, 0})) {
+      const py::gil_scoped_release release;
+      if (!reader_.wait_for_step({spin_ns_, as_ns(timeout_s)}))
+        return false;
+    }
+    reader_.get_any(*producer.slot);
+    return true;
+  }
+  void release() { reader_.release(); }
+  [[nodiscard]] uint64_t next() const noexcept { return reader_.next(); }
+
+private:
+  tp::SourceReader reader_;
+  uint64_t spin_ns_;
+};
+
+class PyWriter {
+public:
+  PyWriter(const MappedSource &source, double spin_s)
+      : source_(source.map()), writer_(source_), spin_ns_(as_ns(spin_s)) {}
+
+  // False while the source ring is full.
+  bool wait_for_space(double timeout_s) {
+    if (writer_.wait_for_space({0, 0}))
+      return true;
+    const py::gil_scoped_release release;
+    return writer_.wait_for_space({spin_ns_, as_ns(timeout_s)});
+  }
+
+  void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
+            py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
+            py::handle ranks, uint32_t message_flag, bool not_need_stop) {
+    const Borrowed borrowed_tokens("tokens", tokens),
+        borrowed_generations("generations", generations), borrowed_rows("rows", rows),
+        borrowed_states("states", states), borrowed_positions("positions", positions),
+        borrowed_accept("accept_num", accept_num), borrowed_ids("topk_ids", topk_ids),
+        borrowed_logprobs("logprobs", logprobs), borrowed_ranks("ranks", ranks);
+    tp::SaveArguments a;
+    a.tokens = borrowed_tokens.view;
+    a.generations = borrowed_generations.view;
+    a.rows = borrowed_rows.view;
+    a.states = borrowed_states.view;
+    a.positions = borrowed_positions.view;
+    a.accept_num = borrowed_accept.view;
+    a.topk_ids = borrowed_ids.view;
+    a.logprobs = borrowed_logprobs.view;
+    a.ranks = borrowed_ranks.view;
+    a.message_flag = message_flag;
+    a.not_need_stop = not_need_stop;
+    writer_.save(a);
+  }
+
+  void note(py::handle rows, py::handle generations, uint32_t count) {
+    const Borrowed r("rows", rows), g("generations", generations);
+    std::vector<int32_t> row(count), generation(count);
+    if (!tp::copy_ints(generation.data(), g.view, 0, count, g.view.stride[0]))
+      throw tp::OpArgumentError("generations", "generations holds a value outside int32");
+    if (r.view.is_there() && !tp::copy_ints(row.data(), r.view, 0, count, r.view.stride[0]))
+      throw tp::OpArgumentError("rows", "rows holds a value outside int32");
+    for (uint32_t i = 0; i < count; ++i)
+      writer_.note(r.view.is_there() ? static_cast<uint32_t>(row[i]) : i,
+                   static_cast<uint32_t>(generation[i]));
+  }
+
+  py::list poll() {
+    py::list found;
+    writer_.poll([&](uint32_t row, uint32_t generation, uint32_t bits) {
+      found.append(py::make_tuple(row, generation, bits));
+    });
+    return found;
+  }
+  void beat(bool busy) { writer_.beat(busy); }
+  [[nodiscard]] bool is_gone() const noexcept { return tp::observe(source_.head().gone) != 0; }
+  [[nodiscard]] uint64_t published() const noexcept { return writer_.published(); }
+  [[nodiscard]] uint64_t saved_tokens() const noexcept { return writer_.saved_tokens(); }
+
+private:
+  const tp::SourceMap &source_;
+  tp::Writer writer_;
+  uint64_t spin_ns_;
+};
+
+class PyDecoder {
+public:
+  PyDecoder(const MappedCore &core, uint32_t k, double spin_s)
+      : decoder_(core.core(), k), spin_ns_(as_ns(spin_s)) {}
+  uint32_t run(uint32_t turns, double timeout_s) {
+    const py::gil_scoped_release release;
+    return decoder_.run(turns, {spin_ns_, as_ns(timeout_s)});
+  }
+  [[nodiscard]] uint64_t slots_done() const noexcept { return decoder_.slots_done(); }
+
+private:
+  tp::Decoder decoder_;
+  uint64_t spin_ns_;
+};
+
+class PyClient {
+public:
+  PyClient(const MappedCore &core, double spin_s)
+      : core_(core.core()), client_(core_), spin_ns_(as_ns(spin_s)) {}
+
+  // (decoder, offset of the frame) of the unread frame of the lowest sequence, or None.
+  py::object poll(double timeout_s) {
+    tp::Client::Head head = client_.first();
+    if (!head.is_there && timeout_s > 0) {
+      const py::gil_scoped_release release;
+      if (client_.wait_for_frame({spin_ns_, as_ns(timeout_s)}))
+        head = client_.first();
+    }
+    return taken(head);
+  }
+  py::object head(uint32_t k) { return shown(client_.head(k)); }
+  bool wait_for_frame(double timeout_s) {
+    const py::gil_scoped_release release;
+    return client_.wait_for_frame({spin_ns_, as_ns(timeout_s)});
+  }
+  bool wait_for_step(uint64_t sequence, double timeout_s) {
+    const py::gil_scoped_release release;
+    return client_.wait_for_step(sequence, {spin_ns_, as_ns(timeout_s)});
+  }
+  void take(uint32_t k) { client_.take(k); }
+  void release(uint32_t k) { client_.release(k); }
+
+  void post(uint32_t slot, uint32_t kind, double deadline_s, const std::string &id,
+            std::vector<int32_t> eos, uint32_t row, uint32_t generation, uint32_t max_tokens,
+            uint32_t num_emitted, uint32_t prompt_tokens, uint32_t num_blocks, uint64_t argument) {
+    if (slot >= core_.sizes.command_slots || id.size() > core_.sizes.max_request_id_bytes ||
+        eos.size() > core_.sizes.max_eos_ids)
+      throw py::value_error("the command does not fit its slot");
+    tp::CommandFields f;
+    f.kind = kind;
+    f.deadline_ns = as_ns(deadline_s);
+    f.arrival_ns = tp::now_ns();
+    f.argument = argument;
+    f.row = row;
+    f.generation = generation;
+    f.max_tokens = max_tokens;
+    f.num_emitted = num_emitted;
+    f.prompt_tokens = prompt_tokens;
+    f.num_blocks = num_blocks;
+    f.id = id;
+    f.eos = std::move(eos);
+    tp::post(core_, slot, f);
+  }
+  bool wait_for_reply(uint32_t slot, double timeout_s) {
+    const py::gil_scoped_release release;
+    return tp::wait_for_reply(core_, slot, as_ns(timeout_s));
+  }
+  // (status, row, generation, value, block ids)
+  py::tuple reply(uint32_t slot) {
+    const tp_command &c = core_.command(slot);
+    py::list blocks;
+    uint32_t b = c.reply_first_block;
+    for (uint32_t i = 0; i < c.num_blocks && b < core_.sizes.num_blocks; ++i) {
+      blocks.append(b);
+      b = tp::get(core_.block(b).next);
+    }
+    return py::make_tuple(c.status, c.reply_row, c.reply_generation, c.reply_value, blocks);
+  }
+  void free(uint32_t slot) {
+    tp::publish(core_.command(slot).state, static_cast<uint32_t>(TP_COMMAND_FREE));
+  }
+  [[nodiscard]] uint32_t command_state(uint32_t slot) const {
+    return tp::observe(core_.command(slot).state);
+  }
+  void announce(uint32_t pid, uint64_t start) {
+    tp_client &c = core_.client();
+    tp::put(c.start_time, start);
+    tp::put(c.epoch, tp::get(c.epoch) + 1);
+    tp::publish(c.pid, pid);
+  }
+  py::tuple committed(uint32_t k) const {
+    const tp::Committed c = tp::committed(core_.decoder(k));
+    return py::make_tuple(c.turn, c.slots_done, c.frames, c.next_source_sequence);
+  }
+
+private:
+  static py::object shown(const tp::Client::Head &head) {
+    return head.is_there ? py::object(py::make_tuple(head.decoder, head.offset)) : py::none();
+  }
+  py::object taken(const tp::Client::Head &head) {
+    if (head.is_there)
+      client_.take(head.decoder);
+    return shown(head);
+  }
+
+  const tp::Core &core_;
+  tp::Client client_;
+  uint64_t spin_ns_;
+};
+
+class PyBook {
+public:
+  PyBook(const MappedCore &core, const MappedSource &source)
+      : core_(core.core()), source_(source.map()), book_(core_, source_) {}
+
+  [[nodiscard]] std::vector<uint32_t> posted() const { return book_.posted(); }
+  // The command in slot i, as a dict of its fields; the choice as (row, generation).
+  [[nodiscard]] py::dict command(uint32_t i) const {
+    const tp_command &c = core_.command(i);
+    const uint32_t id_bytes = std::min(c.id_bytes, core_.sizes.max_request_id_bytes);
+    return py::dict("kind"_a = c.kind, "number"_a = c.number, "deadline_ns"_a = c.deadline_ns,
+                    "arrival_ns"_a = c.arrival_ns, "argument"_a = c.argument, "row"_a = c.row,
+                    "generation"_a = c.generation, "num_blocks"_a = c.num_blocks,
+                    "prompt_tokens"_a = c.prompt_tokens, "max_tokens"_a = c.max_tokens,
+                    "choice_row"_a = static_cast<uint32_t>(c.choice >> 32),
+                    "choice_generation"_a = static_cast<uint32_t>(c.choice),
+                    "id"_a = py::bytes(core_.command_id(i), id_bytes));
+  }
+  void log_choice(uint32_t i, uint32_t row, uint32_t generation) {
+    book_.log_choice(i, row, generation);
+  }
+  [[nodiscard]] bool is_applied(uint32_t i) const { return book_.is_applied(i); }
+  void admit(uint32_t i, uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) {
+    book_.admit(i, row, generation, blocks);
+  }
+  void open_control(uint32_t row, uint32_t generation) { book_.open_control(row, generation); }
+  void control(uint32_t row, uint32_t generation, uint32_t bits) {
+    book_.control(row, generation, bits);
+  }
+  void mark(uint32_t row, uint32_t generation, uint32_t reason) {
+    book_.mark(row, generation, reason);
+  }
+  void release(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) {
+    book_.release(row, generation, blocks);
+  }
+  void reply(uint32_t i, uint32_t status, uint32_t row, uint32_t generation, uint64_t value) {
+    book_.reply(i, status, row, generation, value);
+  }
+  // (turn, [(row, generation, terminal, acknowledged, num_acknowledged, emitted)])
+  [[nodiscard]] py::tuple endings(uint32_t k) const {
+    const uint64_t turn = tp::observe(core_.decoder(k).turn);
+    py::list rows;
+    for (const tp::Ending &e : book_.endings(k))
+      rows.append(py::make_tuple(e.row, e.generation, e.terminal, e.acknowledged,
+                                 e.num_acknowledged, e.emitted));
+    return py::make_tuple(turn, rows);
+  }
+  [[nodiscard]] uint64_t turn(uint32_t k) const { return tp::observe(core_.decoder(k).turn); }
+  void set_swept(uint32_t k, uint64_t turn) { tp::publish(core_.header().swept[k], turn); }
+  // (row, generation) that each block names; generation 0: nobody.
+  [[nodiscard]] py::list block_owners() const {
+    py::list owners;
+    for (uint32_t b = 0; b < core_.sizes.num_blocks; ++b) {
+      const uint64_t owner = tp::observe(core_.block(b).owner);
+      owners.append(
+          py::make_tuple(static_cast<uint32_t>(owner >> 32), static_cast<uint32_t>(owner)));
+    }
+    return owners;
+  }
+  [[nodiscard]] uint32_t events() const { return book_.events(); }
+  bool wait(uint32_t seen, double timeout_s) {
+    const py::gil_scoped_release release;
+    return book_.wait(seen, {0, as_ns(timeout_s)});
+  }
+  void ring() { book_.ring(); }
+  void beat() {
+    tp_role &role = core_.role(TP_ROLE_COORDINATOR);
+    tp::put(role.heartbeat_ns, tp::now_ns());
+    tp::put(role.turns, tp::get(role.turns) + 1);
+    tp::put(core_.header().ticks, tp::get(core_.header().ticks) + 1);
+  }
+  void set_epoch(uint32_t role, uint32_t epoch) { tp::put(core_.role(role).epoch, epoch); }
+  void set_state(uint32_t state, uint32_t role, const std::string &reason) {
+    tp_header &h = core_.header();
+    if (tp::get(h.state) != state)
+      tp::put(h.state_since_ns, tp::now_ns());
+    char text[TP_REASON_BYTES] = {};
+    std::memcpy(text, reason.data(), std::min(reason.size(), sizeof(text) - 1));
+    std::memcpy(h.reason, text, sizeof(text));
+    tp::put(h.state_role, role);
+    tp::publish(h.state, state);
+  }
+  void set_gauges(uint32_t live_rows, uint32_t free_blocks, uint32_t waiting, uint32_t high_water) {
+    tp_header &h = core_.header();
+    if ((tp::get(h.live_rows) == 0) != (live_rows == 0))
+      tp::put(h.running_since_ns, live_rows == 0 ? 0 : tp::now_ns());
+    tp::put(h.live_rows, live_rows);
+    tp::put(h.free_blocks, free_blocks);
+    tp::put(h.waiting_submits, waiting);
+    tp::put(h.rows_high_water, high_water);
+  }
+  void set_health_port(uint32_t port) { tp::put(core_.header().health_port, port); }
+  void set_accepting(bool accepting) {
+    tp::publish(core_.header().accepting, static_cast<uint32_t>(accepting));
+  }
+  // Ends every wait of the writer: the pipeline will not come back.
+  void set_gone() {
+    tp::publish(source_.head().gone, 1u);
+    tp::ring_bell(source_.head().writer_bell);
+  }
+
+private:
+  const tp::Core &core_;
+  const tp::SourceMap &source_;
+  tp::Book book_;
+};
+
+// A snapshot of what decoder k has committed, as the bytes of one tp_commit.
+[[nodiscard]] py::bytes commit_bytes(const MappedCore &mapped, uint32_t k) {
+  const tp_decoder &decoder = mapped.core().decoder(k);
+  tp_commit copy;
+  for (;;) {
+    const uint64_t turn = tp::observe(decoder.turn);
+    const auto *from = reinterpret_cast<const uint64_t *>(&decoder.commit[turn & 1]);
+    auto *to = reinterpret_cast<uint64_t *>(&copy);
+    for (size_t i = 0; i < sizeof(copy) / 8; ++i)
+      to[i] = tp::get(from[i]);
+    tp::end_read();
+    if (tp::get(decoder.turn) == turn)
+      break;
+  }
+  return {reinterpret_cast<const char *>(&copy), sizeof(copy)};
+}
+
+// [(admitted, freed, terminal, request id, num_blocks)] per row; terminal is that of the admitted
+// life.
+[[nodiscard]] py::list rows_of(const MappedCore &mapped) {
+  const tp::Core &core = mapped.core();
+  py::list rows;
+  for (uint32_t r = 0; r < core.sizes.max_num_seqs; ++r) {
+    const uint64_t admitted = tp::observe(core.admitted(r));
+    const tp_admission &a = core.admission(r);
+    const tp_progress &p =
+        core.progress(tp::observe(core.decoder(r % core.sizes.num_decoders).turn) & 1, r);
+    const uint32_t terminal = tp::get(p.terminal);
+    rows.append(py::make_tuple(
+        admitted, tp::observe(core.freed(r)), tp::get(p.generation) == admitted ? terminal : 0u,
+        py::bytes(core.id(r), std::min(a.id_bytes, core.sizes.max_request_id_bytes)),
+        a.num_blocks));
+  }
+  return rows;
+}
+
+// The id of the request that holds (row, generation), or None when another life holds the row.
+[[nodiscard]] py::object request_id_of(const MappedCore &mapped, uint32_t row,
+                                       uint32_t generation) {
+  const tp::Core &core = mapped.core();
+  if (row >= core.sizes.max_num_seqs || tp::observe(core.admitted(row)) != generation)
+    return py::none();
+  const py::bytes id(core.id(row),
+                     std::min(core.admission(row).id_bytes, core.sizes.max_request_id_bytes));
+  tp::end_read();
+  return tp::observe(core.admitted(row)) == generation ? py::object(id) : py::none();
+}
+
+// Tokens saved by the engine so far: the total that the last published step carries.
+[[nodiscard]] uint64_t saved_tokens(const MappedSource &mapped) {
+  const tp::SourceMap &map = mapped.map();
+  const uint64_t published = tp::observe(map.head().published);
+  return published == 0 ? 0 : map.slot(published - 1).saved_tokens;
+}
+
+void announce_role(const MappedCore &mapped, uint32_t index, uint32_t pid, uint64_t start) {
+  tp_role &role = mapped.core().role(index);
+  tp::put(role.start_time, start);
+  tp::publish(role.pid, pid);
+  tp::put(role.heartbeat_ns, uint64_t{0});
+}
+
+void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
+  tp_source &head = mapped.map().head();
+  tp::put(head.writer_start, start);
+  tp::put(head.writer_epoch, tp::get(head.writer_epoch) + 1);
+  tp::publish(head.writer_pid, pid);
+}
+
+[[nodiscard]] py::dict dtypes() {
+  PYBIND11_NUMPY_DTYPE(tp_sizes, max_num_seqs, top_logprobs, max_draft_tokens, num_decoders,
+                       ring_slots, output_slots, source_slots, command_slots, num_blocks,
+                       block_size, max_eos_ids, max_request_id_bytes);
+  PYBIND11_NUMPY_DTYPE(tp_header, magic, version, total_bytes, sizes, slot_bytes, frame_bytes,
+                       wall_offset_ns, owner_start, owner_pid, owner_namespace, boot_id, state,
+                       state_role, state_since_ns, health_port, accepting, live_rows, free_blocks,
+                       waiting_submits, rows_high_water, ticks, running_since_ns, swept, reason,
+                       config, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_bell, bell, waiting, wake_at, since_ns, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_role, heartbeat_ns, progress_ns, turns, blocked_ns, blocked_times,
+                       start_time, pid, epoch, pad_, bell);
+  PYBIND11_NUMPY_DTYPE(tp_ring, cursor, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_consumer, released, high_water, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_counters, steps, rows_seen, tokens_seen, tokens_delivered, dropped_padded,
+                       dropped_unadmitted, dropped_stale, dropped_early, dropped_finished,
+                       dropped_repeated, dropped_bad_row, finals_stop, finals_length, finals_abort,
+                       finals_recovery, finals_error, finals_shutdown, acknowledgements, bad_rows,
+                       bad_width, bad_tokens, bad_bytes, bad_flags, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
+  PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum_ns, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_decoder, turn, pad_, commit, saved_to_published, saved_to_committed);
+  PYBIND11_NUMPY_DTYPE(tp_output, released, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns, pad_, bell,
+                       output);
+  PYBIND11_NUMPY_DTYPE(tp_mark, from_sequence, word);
+  PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, max_tokens,
+                       num_emitted, prompt_tokens, num_eos, id_bytes, first_block, num_blocks,
+                       pad_);
+  PYBIND11_NUMPY_DTYPE(tp_progress, generation, terminal, emitted, acknowledged, first_token_ns,
+                       last_token_ns, num_acknowledged, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_block, owner, next, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_command, state, kind, number, choice, deadline_ns, arrival_ns, argument,
+                       row, generation, max_tokens, num_emitted, prompt_tokens, num_blocks, num_eos,
+                       id_bytes, status, reply_row, reply_generation, reply_first_block,
+                       reply_value, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_step, sequence, source_sequence, saved_ns, published_ns, saved_tokens,
+                       num_rows, num_tokens, width, flags, message_flag, body_bytes, bad, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_frame, number, sequence, source_sequence, saved_ns, published_ns,
+                       committed_ns, decoder, num_rows, num_tokens, width, num_finals, message_flag,
+                       has_slot, flags, bytes, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
+                       first_token_ns, last_token_ns, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
+                       owner_pid, owner_namespace, boot_id, gone, pad0_, published, pad1_, released,
+                       pad2_, reader_bell, writer_bell, writer_pid, writer_epoch, writer_start,
+                       beat_ns, busy, blocked_ns, pad3_);
+  return py::dict(
+      "SIZES"_a = py::dtype::of<tp_sizes>(), "HEADER"_a = py::dtype::of<tp_header>(),
+      "BELL"_a = py::dtype::of<tp_bell>(), "ROLE"_a = py::dtype::of<tp_role>(),
+      "RING"_a = py::dtype::of<tp_ring>(), "CONSUMER"_a = py::dtype::of<tp_consumer>(),
+      "COUNTERS"_a = py::dtype::of<tp_counters>(), "COMMIT"_a = py::dtype::of<tp_commit>(),
+      "HISTOGRAM"_a = py::dtype::of<tp_histogram>(), "DECODER"_a = py::dtype::of<tp_decoder>(),
+      "OUTPUT"_a = py::dtype::of<tp_output>(), "CLIENT"_a = py::dtype::of<tp_client>(),
+      "MARK"_a = py::dtype::of<tp_mark>(), "ADMISSION"_a = py::dtype::of<tp_admission>(),
+      "PROGRESS"_a = py::dtype::of<tp_progress>(), "BLOCK"_a = py::dtype::of<tp_block>(),
+      "COMMAND"_a = py::dtype::of<tp_command>(), "STEP"_a = py::dtype::of<tp_step>(),
+      "FRAME"_a = py::dtype::of<tp_frame>(), "FINAL"_a = py::dtype::of<tp_final>(),
+      "SOURCE"_a = py::dtype::of<tp_source>());
+}
+
+// Offsets of the parts of both segments and the sizes that follow from the configured ones.
+[[nodiscard]] py::dict plan(const py::dict &given) {
+  const tp_sizes s = sizes_from(given);
+  const tp::CorePlan core(s);
+  const tp::SourcePlan source(s);
+  return py::dict("slot_bytes"_a = tp::slot_bytes(s), "frame_bytes"_a = tp::frame_bytes(s),
+                  "command_bytes"_a = tp::command_bytes(s), "core_bytes"_a = core.end,
+                  "source_bytes"_a = source.end, "roles"_a = core.roles, "ring"_a = core.ring,
+                  "consumers"_a = core.consumers, "decoders"_a = core.decoders,
+                  "client"_a = core.client, "admitted"_a = core.admitted, "freed"_a = core.freed,
+                  "marks"_a = core.marks, "admissions"_a = core.admissions, "ids"_a = core.ids,
+                  "eos"_a = core.eos, "progress"_a = core.progress, "blocks"_a = core.blocks,
+                  "commands"_a = core.commands, "slots"_a = core.slots, "frames"_a = core.frames,
+                  "control"_a = source.control, "source_steps"_a = source.slots);
+}
+
+// Offsets of a frame's columns from its head.
+[[nodiscard]] py::tuple frame_columns(uint64_t n, uint64_t m, uint64_t width, uint64_t finals,
+                                      uint64_t id_bytes) {
+  const tp::FrameColumns c(n, m, width, finals, id_bytes);
+  return py::make_tuple(c.row, c.generation, c.send_idx, c.token_offsets, c.finish_reason,
+                        c.token_ids, c.topk_ids, c.topk_logprobs, c.ranks, c.finals, c.ids);
+}
+
+// The same for a step.
+[[nodiscard]] py::dict step_columns(uint64_t n, uint64_t m, uint64_t width, uint32_t flags) {
+  const tp::StepColumns c(n, m, width, flags);
+  return py::dict("rows"_a = c.rows, "generations"_a = c.generations, "states"_a = c.states,
+                  "positions"_a = c.positions, "accept_num"_a = c.accept_num, "tokens"_a = c.tokens,
+                  "topk_ids"_a = c.topk_ids, "logprobs"_a = c.logprobs, "ranks"_a = c.ranks,
+                  "end"_a = c.end);
+}
+
+} // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Shared-memory protocol of tokenpipe: ring, output ops, decoder, client, book.";
+
+  // errors.py hands its class over at import: the C++ side has no exceptions of its own for Python.
+  static py::object op_argument_error;
+  m.def("set_op_argument_error", [](py::object type) { op_argument_error = std::move(type); });
+  m.add_object("_drop_at_exit", py::capsule([] { op_argument_error.release(); }));
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p)
+        std::rethrow_exception(p);
+    } catch (const tp::OpArgumentError &e) {
+      if (!op_argument_error) {
+        PyErr_SetString(PyExc_ValueError, e.what());
+        return;
+      }
+      const py::object error = op_argument_error(e.argument, e.what());
+      PyErr_SetObject(op_argument_error.ptr(), error.ptr());
+    }
+  });
+
+  m.attr("LAYOUT_VERSION") = static_cast<int>(TP_LAYOUT_VERSION);
+  m.attr("MAX_DECODERS") = static_cast<int>(TP_MAX_DECODERS);
+  m.attr("CONFIG_BYTES") = static_cast<int>(TP_CONFIG_BYTES);
+  m.attr("CORE_MAGIC") = TP_CORE_MAGIC;
+  m.attr("SOURCE_MAGIC") = TP_SOURCE_MAGIC;
+  m.attr("CONFIG_OFFSET") = offsetof(tp_header, config);
+  m.attr("CORE_PID_OFFSET") = offsetof(tp_header, owner_pid);
+  m.attr("SOURCE_PID_OFFSET") = offsetof(tp_source, owner_pid);
+  m.attr("HEADER_BYTES") = sizeof(tp_header);
+  m.attr("LATENCY_BUCKETS") = static_cast<int>(TP_LATENCY_BUCKETS);
+
+  m.def("dtypes", [dtypes = py::object()]() mutable {
+    if (!dtypes) // pybind11 registers each dtype once per process
+      dtypes = ::dtypes();
+    return dtypes;
+  });
+  m.def("plan", &plan, "sizes"_a);
+  m.def("frame_columns", &frame_columns);
+  m.def("step_columns", &step_columns);
+  m.def("now_ns", [] { return tp::now_ns(); });
+  m.def("commit_bytes", &commit_bytes, "core"_a, "decoder"_a);
+  m.def("saved_tokens", &saved_tokens, "source"_a);
+  m.def("rows", &rows_of, "core"_a);
+  m.def("request_id_of", &request_id_of, "core"_a, "row"_a, "generation"_a);
+  m.def("is_gone", [](const MappedSource &s) { return tp::observe(s.map().head().gone) != 0; });
+  m.def("published", [](const MappedSource &s) { return tp::observe(s.map().head().published); });
+  m.def("source_released",
+        [](const MappedSource &s) { return tp::observe(s.map().head().released); });
+  m.def("swept",
+        [](const MappedCore &c, uint32_t k) { return tp::observe(c.core().header().swept[k]); });
+  m.def("announce_role", &announce_role, "core"_a, "role"_a, "pid"_a, "start"_a);
+  m.def("announce_writer", &announce_writer, "source"_a, "pid"_a, "start"_a);
+  m.def(
+      "format_core",
+      [](const py::buffer &memory, const py::dict &sizes, uint32_t pid, uint32_t pid_namespace,
+         uint64_t start, const std::string &boot_id, int64_t wall_offset_ns,
+         const std::string &config) {
+        format_core(memory, sizes, {pid, pid_namespace, start, boot_id}, wall_offset_ns, config);
+      },
+      "memory"_a, "sizes"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a, "wall_offset_ns"_a,
+      "config"_a);
+  m.def(
+      "format_source",
+      [](const py::buffer &memory, const py::dict &sizes, uint32_t pid, uint32_t pid_namespace,
+         uint64_t start, const std::string &boot_id) {
+        format_source(memory, sizes, {pid, pid_namespace, start, boot_id});
+      },
+      "memory"_a, "sizes"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a);
+
+  py::class_<MappedCore>(m, "Core")
+      .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
+      .def_property_readonly("sizes", [](const MappedCore &c) { return sizes_to(c.core().sizes); });
+  py::class_<MappedSource>(m, "Source")
+      .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
+      .def_property_readonly("sizes",
+                             [](const MappedSource &s) { return sizes_to(s.map().sizes); });
+
+  py::class_<PyProducer>(m, "Producer")
+      .def(py::init<const MappedCore &, double>(), "core"_a, "spin_s"_a, py::keep_alive<1, 2>())
+      .def("claim", &PyProducer::claim, "timeout_s"_a)
+      .def("publish", &PyProducer::publish)
+      .def("beat", &PyProducer::beat)
+      .def_property_readonly("cursor", &PyProducer::cursor);
+
+  py::class_<PySourceReader>(m, "SourceReader")
+      .def(py::init<const MappedSource &, const MappedCore &, double>(), "source"_a, "core"_a,
+           "spin_s"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("get_output", &PySourceReader::get_output, "producer"_a, "timeout_s"_a)
+      .def("release", &PySourceReader::release)
+      .def_property_readonly("next", &PySourceReader::next);
+
+  py::class_<PyWriter>(m, "Writer")
+      .def(py::init<const MappedSource &, double>(), "source"_a, "spin_s"_a, py::keep_alive<1, 2>())
+      .def("wait_for_space", &PyWriter::wait_for_space, "timeout_s"_a)
+      .def("save", &PyWriter::save, "tokens"_a, "generations"_a, "rows"_a = py::none(),
+           "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
+           "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
+           "message_flag"_a = 3, "not_need_stop"_a = true)
+      .def("note", &PyWriter::note, "rows"_a, "generations"_a, "count"_a)
+      .def("poll", &PyWriter::poll)
+      .def("beat", &PyWriter::beat, "busy"_a)
+      .def_property_readonly("is_gone", &PyWriter::is_gone)
+      .def_property_readonly("published", &PyWriter::published)
+      .def_property_readonly("saved_tokens", &PyWriter::saved_tokens);
+
+  py::class_<PyDecoder>(m, "Decoder")
+      .def(py::init<const MappedCore &, uint32_t, double>(), "core"_a, "index"_a, "spin_s"_a,
+           py::keep_alive<1, 2>())
+      .def("run", &PyDecoder::run, "turns"_a, "timeout_s"_a)
+      .def_property_readonly("slots_done", &PyDecoder::slots_done);
+
+  py::class_<PyClient>(m, "Client")
+      .def(py::init<const MappedCore &, double>(), "core"_a, "spin_s"_a, py::keep_alive<1, 2>())
+      .def("poll", &PyClient::poll, "timeout_s"_a)
+      .def("head", &PyClient::head, "decoder"_a)
+      .def("take", &PyClient::take, "decoder"_a)
+      .def("wait_for_frame", &PyClient::wait_for_frame, "timeout_s"_a)
+      .def("wait_for_step", &PyClient::wait_for_step, "sequence"_a, "timeout_s"_a)
+      .def("release", &PyClient::release, "decoder"_a)
+      .def("post", &PyClient::post, "slot"_a, "kind"_a, py::kw_only(), "deadline_s"_a = 0.0,
+           "id"_a = "", "eos"_a = std::vector<int32_t>{}, "row"_a = UINT32_MAX, "generation"_a = 0,
+           "max_tokens"_a = 0, "num_emitted"_a = 0, "prompt_tokens"_a = 0, "num_blocks"_a = 0,
+           "argument"_a = 0)
+      .def("wait_for_reply", &PyClient::wait_for_reply, "slot"_a, "timeout_s"_a)
+      .def("reply", &PyClient::reply, "slot"_a)
+      .def("free", &PyClient::free, "slot"_a)
+      .def("command_state", &PyClient::command_state, "slot"_a)
+      .def("announce", &PyClient::announce, "pid"_a, "start"_a)
+      .def("committed", &PyClient::committed, "decoder"_a);
+
+  py::class_<PyBook>(m, "Book")
+      .def(py::init<const MappedCore &, const MappedSource &>(), "core"_a, "source"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("posted", &PyBook::posted)
+      .def("command", &PyBook::command, "slot"_a)
+      .def("log_choice", &PyBook::log_choice, "slot"_a, "row"_a, "generation"_a)
+      .def("is_applied", &PyBook::is_applied, "slot"_a)
+      .def("admit", &PyBook::admit, "slot"_a, "row"_a, "generation"_a, "blocks"_a)
+      .def("open_control", &PyBook::open_control, "row"_a, "generation"_a)
+      .def("control", &PyBook::control, "row"_a, "generation"_a, "bits"_a)
+      .def("mark", &PyBook::mark, "row"_a, "generation"_a, "reason"_a)
+      .def("release", &PyBook::release, "row"_a, "generation"_a, "blocks"_a)
+      .def("reply", &PyBook::reply, "slot"_a, "status"_a, "row"_a = UINT32_MAX, "generation"_a = 0,
+           "value"_a = 0)
+      .def("endings", &PyBook::endings, "decoder"_a)
+      .def("turn", &PyBook::turn, "decoder"_a)
+      .def("set_swept", &PyBook::set_swept, "decoder"_a, "turn"_a)
+      .def("block_owners", &PyBook::block_owners)
+      .def("events", &PyBook::events)
+      .def("wait", &PyBook::wait, "seen"_a, "timeout_s"_a)
+      .def("ring", &PyBook::ring)
+      .def("beat", &PyBook::beat)
+      .def("set_epoch", &PyBook::set_epoch, "role"_a, "epoch"_a)
+      .def("set_state", &PyBook::set_state, "state"_a, "role"_a, "reason"_a)
+      .def("set_gauges", &PyBook::set_gauges, "live_rows"_a, "free_blocks"_a, "waiting"_a,
+           "high_water"_a)
+      .def("set_health_port", &PyBook::set_health_port, "port"_a)
+      .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
+      .def("set_gone", &PyBook::set_gone);
+}

@@ -1,0 +1,453 @@
+// output_ops.hpp: the output ops in their CPU form, over the source segment.
+//
+// Engine side (Writer): save_output, save_output_topk and their speculative forms fill the next
+// step of the source ring and publish it. Reader side (SourceReader): get_output, get_output_topk
+// copy the oldest step straight into a claimed slot of the ring and check it there, on our own
+// copy.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "atomics.hpp"
+#include "plan.hpp"
+#include "tensor.hpp"
+
+namespace tp {
+
+// What a save is given. Absent tensors have ndim 0.
+struct SaveArguments {
+  Tensor tokens;      // [n], or [n, D] with accept_num
+  Tensor accept_num;  // [n]
+  Tensor topk_ids;    // [n, T], or [n, D, T] with accept_num
+  Tensor logprobs;    // the same shape
+  Tensor ranks;       // [n], or [n, D]
+  Tensor rows;        // [n]; absent: 0..n-1
+  Tensor generations; // [n]
+  Tensor states;      // [n]; absent: all TP_ROW_TOKEN
+  Tensor positions;   // [n]; absent: not checked
+  uint32_t message_flag = 3;
+  bool not_need_stop = true;
+};
+
+// Design: the writer alone stores `published` and the steps; it reads `released` and the control
+// words. `seen_` holds what poll() has reported, so a control word is reported once.
+class Writer {
+public:
+  explicit Writer(const SourceMap &source)
+      : source_(source), published_(observe(source.head().published)),
+        saved_tokens_(published_ ? source.slot(published_ - 1).saved_tokens : 0),
+        known_(source.sizes.max_num_seqs, 0), reported_(source.sizes.max_num_seqs, 0) {}
+
+  [[nodiscard]] uint64_t published() const noexcept { return published_; }
+  [[nodiscard]] uint64_t saved_tokens() const noexcept { return saved_tokens_; }
+
+  // Waits for a free step. False when the time is up or a signal came.
+  [[nodiscard]] bool wait_for_space(const Patience &patience) noexcept {
+    if (has_space())
+      return true;
+    tp_source &head = source_.head();
+    const uint64_t begun = now_ns();
+    put(head.writer_bell.wake_at,
+        published_ - source_.sizes.source_slots + std::max(1u, source_.sizes.source_slots / 4));
+    const bool has =
+        wait_for(head.writer_bell, TP_WAIT_SPACE, patience, [&]() noexcept { return has_space(); });
+    put(head.blocked_ns, get(head.blocked_ns) + (now_ns() - begun));
+    return has;
+  }
+
+  // Fills and publishes one step. Call only when wait_for_space() said true.
+  void save(const SaveArguments &a) {
+    const tp_sizes &sizes = source_.sizes;
+    const Shape shape = check(a, sizes);
+    tp_step &step = source_.slot(published_);
+    uint32_t flags = 0;
+    if (a.accept_num.is_there())
+      flags |= TP_STEP_ACCEPT;
+    if (a.positions.is_there())
+      flags |= TP_STEP_POSITIONS;
+    if (a.not_need_stop)
+      flags |= TP_STEP_NOT_NEED_STOP;
+    // Which rows run and how many tokens each has decides where the later columns lie.
+    const StepColumns head(shape.n, 0, 0, flags);
+    fill_rows(a, shape, step, head, sizes);
+    const uint64_t m = flags & TP_STEP_ACCEPT ? fill_accept(a, shape, step, head) : shape.n;
+    const StepColumns at(shape.n, m, shape.width, flags);
+    fill_tokens(a, shape, step, at);
+    step.source_sequence = published_;
+    step.saved_ns = now_ns();
+    step.num_rows = static_cast<uint32_t>(shape.n);
+    step.num_tokens = static_cast<uint32_t>(m);
+    step.width = static_cast<uint32_t>(shape.width);
+    step.flags = flags;
+    step.message_flag = a.message_flag;
+    step.body_bytes = static_cast<uint32_t>(at.end - sizeof(tp_step));
+    step.bad = TP_BAD_NONE;
+    saved_tokens_ += count_tokens(step, at, flags);
+    step.saved_tokens = saved_tokens_;
+    ++published_;
+    tp_source &source = source_.head();
+    put(source.beat_ns, step.saved_ns);
+    put(source.busy, uint64_t{0});
+    // SYNC POINT: source cursor - release: the step's bytes are visible to whoever sees the cursor
+    publish(source.published, published_);
+    ring_bell(source.reader_bell);
+  }
+
+  void beat(bool busy) noexcept {
+    put(source_.head().beat_ns, now_ns());
+    put(source_.head().busy, uint64_t{busy});
+  }
+
+  // Remembers which life of a row the scheduler runs, so that poll() can tell of its end even when
+  // the row has been given out again meanwhile.
+  void note(uint32_t row, uint32_t generation) noexcept {
+    if (row < known_.size() && generation > known_[row])
+      known_[row] = generation;
+  }
+
+  // Calls act(row, generation, bits) for every control bit that was not reported before.
+  template <class Act> void poll(Act &&act) {
+    for (uint32_t row = 0; row < source_.sizes.max_num_seqs; ++row) {
+      // SYNC POINT: control word - acquire: one word, nothing behind it
+      const uint64_t word = observe(source_.control(row));
+      if (word == reported_[row])
+        continue;
+      const uint32_t generation = static_cast<uint32_t>(word >> 8), bits = word & 0xff;
+      const uint32_t told = static_cast<uint32_t>(reported_[row] >> 8);
+      uint32_t old_bits = reported_[row] & 0xff;
+      if (generation != told) {
+        if (known_[row] != 0 && known_[row] < generation &&
+            !(told == known_[row] && old_bits & TP_CONTROL_FINISHED))
+          act(row, known_[row], static_cast<uint32_t>(TP_CONTROL_FINISHED));
+        old_bits = 0;
+      }
+      reported_[row] = word;
+      if (bits & ~old_bits)
+        act(row, generation, bits & ~old_bits);
+    }
+  }
+
+private:
+  struct Shape {
+    uint64_t n, depth, width;
+  };
+
+  [[nodiscard]] bool has_space() const noexcept {
+    // SYNC POINT: source released - acquire: the reader has copied the steps below it
+    return published_ - observe(source_.head().released) < source_.sizes.source_slots;
+  }
+
+  [[nodiscard]] static std::string shown(const Tensor &t) {
+    std::string text = t.dtype_name + "[";
+    for (int i = 0; i < t.ndim; ++i)
+      text += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return text + "]";
+  }
+
+  static void expect(const char *name, const Tensor &t, bool is_float, int ndim,
+                     const int64_t (&shape)[3], const char *what) {
+    const bool right_type =
+        is_float
+            ? t.dtype == Dtype::float32 || t.dtype == Dtype::float16 || t.dtype == Dtype::bfloat16
+            : t.dtype == Dtype::int32 || t.dtype == Dtype::int64 || t.dtype == Dtype::uint8 ||
+                  t.dtype == Dtype::uint32 || t.dtype == Dtype::uint64;
+    bool right_shape = t.ndim == ndim;
+    for (int i = 0; right_shape && i < ndim; ++i)
+      right_shape = t.shape[i] == shape[i];
+    if (right_type && right_shape)
+      return;
+    std::string wanted = what;
+    wanted += " [";
+    for (int i = 0; i < ndim; ++i)
+      wanted += (i ? ", " : "") + std::to_string(shape[i]);
+    throw OpArgumentError(name,
+                          std::string(name) + " is " + shown(t) + ", must be " + wanted + "]");
+  }
+
+  [[nodiscard]] static Shape check(const SaveArguments &a, const tp_sizes &sizes) {
+    constexpr const char *ints = "int32 or int64", *floats = "float32, float16 or bfloat16";
+    const bool speculative = a.accept_num.is_there();
+    const int extra = speculative ? 1 : 0;
+    if (a.tokens.ndim != 1 + extra)
+      throw OpArgumentError("tokens", "tokens is " + shown(a.tokens) + ", must have " +
+                                          (speculative ? "two dimensions [rows, draft tokens]"
+                                                       : "one dimension [rows]"));
+    const int64_t n = a.tokens.shape[0], depth = speculative ? a.tokens.shape[1] : 1;
+    if (n > sizes.max_num_seqs)
+      throw OpArgumentError("tokens", "tokens has " + std::to_string(n) +
+                                          " rows, max_num_seqs is " +
+                                          std::to_string(sizes.max_num_seqs));
+    if (depth > sizes.max_draft_tokens)
+      throw OpArgumentError("tokens", "tokens has " + std::to_string(depth) +
+                                          " columns, max_draft_tokens is " +
+                                          std::to_string(sizes.max_draft_tokens));
+    expect("tokens", a.tokens, false, 1 + extra, {n, depth, 0}, ints);
+    expect("generations", a.generations, false, 1, {n, 0, 0}, ints);
+    if (speculative)
+      expect("accept_num", a.accept_num, false, 1, {n, 0, 0}, ints);
+    if (a.rows.is_there())
+      expect("rows", a.rows, false, 1, {n, 0, 0}, ints);
+    if (a.states.is_there())
+      expect("states", a.states, false, 1, {n, 0, 0}, "uint8, int32 or int64");
+    if (a.positions.is_there())
+      expect("positions", a.positions, false, 1, {n, 0, 0}, ints);
+    int64_t width = 0;
+    if (a.topk_ids.is_there() || a.logprobs.is_there() || a.ranks.is_there()) {
+      if (a.topk_ids.ndim != 2 + extra)
+        throw OpArgumentError("topk_ids", "topk_ids is " + shown(a.topk_ids) + ", must have " +
+                                              std::to_string(2 + extra) + " dimensions");
+      width = a.topk_ids.shape[1 + extra];
+      if (width < 1 || width > int64_t{sizes.top_logprobs} + 1)
+        throw OpArgumentError("topk_ids", "topk_ids has " + std::to_string(width) +
+                                              " columns, must be 1 to top_logprobs + 1 = " +
+                                              std::to_string(sizes.top_logprobs + 1));
+      const int64_t cube[3] = {n, speculative ? depth : width, width};
+      expect("topk_ids", a.topk_ids, false, 2 + extra, cube, ints);
+      expect("logprobs", a.logprobs, true, 2 + extra, cube, floats);
+      expect("ranks", a.ranks, false, 1 + extra, {n, depth, 0}, ints);
+    }
+    return {static_cast<uint64_t>(n), static_cast<uint64_t>(depth), static_cast<uint64_t>(width)};
+  }
+
+  static void copy_column(const char *name, int32_t *to, const Tensor &t, uint64_t n) {
+    if (!copy_ints(to, t, 0, static_cast<int64_t>(n), t.stride[0]))
+      throw OpArgumentError(name, std::string(name) + " holds a value outside int32");
+  }
+
+  void fill_rows(const SaveArguments &a, const Shape &shape, tp_step &step, const StepColumns &at,
+                 const tp_sizes &sizes) {
+    uint32_t *rows = column<uint32_t>(step, at.rows);
+    if (!a.rows.is_there())
+      for (uint32_t i = 0; i < shape.n; ++i)
+        rows[i] = i;
+    else {
+      copy_column("rows", reinterpret_cast<int32_t *>(rows), a.rows, shape.n);
+      for (uint64_t i = 0; i < shape.n; ++i)
+        if (rows[i] >= sizes.max_num_seqs)
+          throw OpArgumentError("rows", "rows[" + std::to_string(i) + "] is " +
+                                            std::to_string(static_cast<int32_t>(rows[i])) +
+                                            ", must be 0 to max_num_seqs - 1 = " +
+                                            std::to_string(sizes.max_num_seqs - 1));
+    }
+    int32_t *generations = column<int32_t>(step, at.generations);
+    copy_column("generations", generations, a.generations, shape.n);
+    for (uint64_t i = 0; i < shape.n; ++i)
+      if (generations[i] < 0)
+        throw OpArgumentError("generations", "generations[" + std::to_string(i) + "] is " +
+                                                 std::to_string(generations[i]) +
+                                                 ", must be 0 (padded) or an admission's");
+    uint8_t *states = column<uint8_t>(step, at.states);
+    std::memset(states, TP_ROW_TOKEN, shape.n);
+    if (a.states.is_there())
+      for (uint64_t i = 0; i < shape.n; ++i) {
+        int32_t state = -1;
+        if (!copy_ints(&state, a.states, static_cast<int64_t>(i) * a.states.stride[0], 1, 1) ||
+            state < TP_ROW_TOKEN || state > TP_ROW_ACKNOWLEDGED)
+          throw OpArgumentError("states", "states[" + std::to_string(i) + "] is " +
+                                              std::to_string(state) + ", must be 0 to 3");
+        states[i] = static_cast<uint8_t>(state);
+      }
+    if (a.positions.is_there())
+      copy_column("positions", column<int32_t>(step, at.positions), a.positions, shape.n);
+  }
+
+  // Returns how many tokens the rows accepted in all.
+  static uint64_t fill_accept(const SaveArguments &a, const Shape &shape, tp_step &step,
+                              const StepColumns &at) {
+    int32_t *accept = column<int32_t>(step, at.accept_num);
+    copy_column("accept_num", accept, a.accept_num, shape.n);
+    const uint8_t *states = column<uint8_t>(step, at.states);
+    uint64_t m = 0;
+    for (uint64_t i = 0; i < shape.n; ++i) {
+      if (accept[i] < 0 || static_cast<uint64_t>(accept[i]) > shape.depth)
+        throw OpArgumentError("accept_num", "accept_num[" + std::to_string(i) + "] is " +
+                                                std::to_string(accept[i]) + ", must be 0 to " +
+                                                std::to_string(shape.depth));
+      if (states[i] != TP_ROW_TOKEN)
+        accept[i] = 0;
+      m += static_cast<uint64_t>(accept[i]);
+    }
+    return m;
+  }
+
+  static void fill_tokens(const SaveArguments &a, const Shape &shape, tp_step &step,
+                          const StepColumns &at) {
+    const int32_t *accept =
+        a.accept_num.is_there() ? column<int32_t>(step, at.accept_num) : nullptr;
+    int32_t *tokens = column<int32_t>(step, at.tokens);
+    int32_t *ids = column<int32_t>(step, at.topk_ids);
+    float *logprobs = column<float>(step, at.logprobs);
+    int32_t *ranks = column<int32_t>(step, at.ranks);
+    const auto width = static_cast<int64_t>(shape.width);
+    bool fit = true, ids_fit = true, ranks_fit = true;
+    // Whole columns where every row has one token; a packed row after row otherwise.
+    const uint64_t pieces = accept ? shape.n : 1;
+    for (uint64_t i = 0; i < pieces; ++i) {
+      const int64_t row = static_cast<int64_t>(i),
+                    count = accept ? accept[i] : static_cast<int64_t>(shape.n);
+      if (count == 0)
+        continue;
+      const int along = accept ? 1 : 0; // the dimension that `count` walks
+      fit &= copy_ints(tokens, a.tokens, row * a.tokens.stride[0], count, a.tokens.stride[along]);
+      tokens += count;
+      if (width == 0)
+        continue;
+      ranks_fit &= copy_ints(ranks, a.ranks, row * a.ranks.stride[0], count, a.ranks.stride[along]);
+      ranks += count;
+      copy_block(a.topk_ids, row, along, count, width,
+                 [&](int64_t from, int64_t c, int64_t stride) {
+                   ids_fit &= copy_ints(ids, a.topk_ids, from, c, stride);
+                   ids += c;
+                 });
+      copy_block(a.logprobs, row, along, count, width,
+                 [&](int64_t from, int64_t c, int64_t stride) {
+                   copy_as_float(logprobs, a.logprobs, from, c, stride);
+                   logprobs += c;
+                 });
+    }
+    if (!fit)
+      throw OpArgumentError("tokens", "tokens holds an id outside int32");
+    if (!ids_fit)
+      throw OpArgumentError("topk_ids", "topk_ids holds an id outside int32");
+    if (!ranks_fit)
+      throw OpArgumentError("ranks", "ranks holds a rank outside int32");
+    check_ids(step, at, accept, shape.n);
+  }
+
+  // A [count, width] block of `t` in as few pieces as its strides allow.
+  template <class Copy>
+  static void copy_block(const Tensor &t, int64_t row, int along, int64_t count, int64_t width,
+                         Copy &&copy) {
+    const int64_t from = row * t.stride[0] * (along ? 1 : 0), step = t.stride[along],
+                  stride = t.stride[along + 1];
+    if (stride == 1 && (step == width || count == 1))
+      copy(from, count * width, 1);
+    else
+      for (int64_t j = 0; j < count; ++j)
+        copy(from + j * step, width, stride);
+  }
+
+  // Control states have a field of their own on this wire: a running row's token is never negative.
+  static void check_ids(const tp_step &step, const StepColumns &at, const int32_t *accept,
+                        uint64_t n) {
+    const int32_t *tokens = column<int32_t>(step, at.tokens);
+    const int32_t *generations = column<int32_t>(step, at.generations);
+    const uint8_t *states = column<uint8_t>(step, at.states);
+    for (uint64_t i = 0; i < n; ++i)
+      for (int32_t left = accept ? accept[i] : 1; left > 0; --left, ++tokens)
+        if (*tokens < 0 && generations[i] != 0 && states[i] == TP_ROW_TOKEN)
+          throw OpArgumentError("tokens", "the token of batch row " + std::to_string(i) + " is " +
+                                              std::to_string(*tokens) +
+                                              ", must be 0 or more; use states= for rows "
+                                              "without a token");
+  }
+
+  [[nodiscard]] static uint64_t count_tokens(const tp_step &step, const StepColumns &at,
+                                             uint32_t flags) noexcept {
+    if (flags & TP_STEP_ACCEPT)
+      return step.num_tokens;
+    const uint8_t *states = column<uint8_t>(step, at.states);
+    uint64_t tokens = 0;
+    for (uint32_t i = 0; i < step.num_rows; ++i)
+      tokens += states[i] == TP_ROW_TOKEN;
+    return tokens;
+  }
+
+  const SourceMap &source_;
+  uint64_t published_;
+  uint64_t saved_tokens_;
+  std::vector<uint32_t> known_;
+  std::vector<uint64_t> reported_;
+};
+
+// Design: the reader alone stores `released`. `next_` is the step to take next; a successor begins
+// behind what its predecessor has published into the ring, so no step is taken twice.
+class SourceReader {
+public:
+  SourceReader(const SourceMap &source, const Core &core) noexcept
+      : source_(source), next_(get(source.head().released)) {
+    const uint64_t cursor = observe(core.ring().cursor);
+    if (cursor != 0 && core.slot(cursor - 1).source_sequence + 1 > next_)
+      release(core.slot(cursor - 1).source_sequence + 1);
+  }
+
+  [[nodiscard]] uint64_t next() const noexcept { return next_; }
+
+  // Waits for a step. False when the time is up or a signal came.
+  [[nodiscard]] bool wait_for_step(const Patience &patience) noexcept {
+    return wait_for(source_.head().reader_bell, TP_WAIT_INPUT, patience, [&]() noexcept {
+      // SYNC POINT: source cursor - acquire: steps below the cursor may be read
+      return observe(source_.head().published) != next_;
+    });
+  }
+
+  // Copies the oldest step into `slot`, whatever its mode. Call only after wait_for_step(). A step
+  // that fails the checks becomes an empty slot that says why, so that it is counted, not lost.
+  void get_any(tp_step &slot) noexcept {
+    const tp_step head = source_.slot(next_);
+    if (head.width == 0)
+      get_output(head, slot);
+    else
+      get_output_topk(head, slot);
+    slot.source_sequence = next_;
+  }
+
+  // Hands the taken step back to the writer. After the slot is published: a reader killed between
+  // the two finds the step in the ring and skips it.
+  void release() noexcept { release(next_ + 1); }
+
+private:
+  // Tokens alone: tp_step and its rows, no logprob columns.
+  void get_output(const tp_step &head, tp_step &slot) noexcept {
+    take(head, slot, head.width == 0 ? TP_BAD_NONE : TP_BAD_WIDTH);
+  }
+
+  // Tokens with 1 to top_logprobs + 1 columns of candidates.
+  void get_output_topk(const tp_step &head, tp_step &slot) noexcept {
+    const bool fits = head.width >= 1 && head.width <= source_.sizes.top_logprobs + 1;
+    take(head, slot, fits ? TP_BAD_NONE : TP_BAD_WIDTH);
+  }
+
+  void take(const tp_step &head, tp_step &slot, uint32_t bad) noexcept {
+    if (bad == TP_BAD_NONE)
+      bad = examine(head);
+    const uint32_t body = bad == TP_BAD_NONE ? head.body_bytes : 0;
+    slot = head;
+    std::memcpy(column<uint8_t>(slot, sizeof(tp_step)),
+                column<uint8_t>(source_.slot(next_), sizeof(tp_step)), body);
+    if (bad != TP_BAD_NONE)
+      slot.num_rows = slot.num_tokens = slot.width = slot.flags = slot.body_bytes = 0;
+    slot.bad = bad;
+  }
+
+  [[nodiscard]] uint32_t examine(const tp_step &head) const noexcept {
+    const tp_sizes &sizes = source_.sizes;
+    constexpr uint32_t known = TP_STEP_ACCEPT | TP_STEP_POSITIONS | TP_STEP_NOT_NEED_STOP;
+    if (head.flags & ~known || (head.message_flag != 3 && head.message_flag != 4))
+      return TP_BAD_FLAGS;
+    if (head.num_rows > sizes.max_num_seqs)
+      return TP_BAD_ROWS;
+    const uint64_t most = head.flags & TP_STEP_ACCEPT
+                              ? uint64_t{head.num_rows} * sizes.max_draft_tokens
+                              : head.num_rows;
+    if (head.num_tokens > most || (!(head.flags & TP_STEP_ACCEPT) && head.num_tokens != most))
+      return TP_BAD_TOKENS;
+    const StepColumns at(head.num_rows, head.num_tokens, head.width, head.flags);
+    if (at.end - sizeof(tp_step) != head.body_bytes || at.end > source_.slot_size)
+      return TP_BAD_BYTES;
+    return TP_BAD_NONE;
+  }
+
+  void release(uint64_t sequence) noexcept {
+    next_ = sequence;
+    // SYNC POINT: source released - release: the steps below it are copied
+    publish(source_.head().released, sequence);
+    ring_bell_at(source_.head().writer_bell, sequence);
+  }
+
+  const SourceMap &source_;
+  uint64_t next_;
+};
+
+} // namespace tp

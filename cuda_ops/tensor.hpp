@@ -1,0 +1,125 @@
+// tensor.hpp: a strided view of somebody's tensor on the CPU, and its copy into a wire column.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace tp {
+
+enum class Dtype : uint8_t {
+  int32,
+  int64,
+  uint8,
+  uint32,
+  uint64,
+  float16,
+  bfloat16,
+  float32,
+  other
+};
+
+// A wrong argument of an op: nothing was saved. `argument` is the parameter's name.
+class OpArgumentError : public std::runtime_error {
+public:
+  OpArgumentError(std::string argument, const std::string &text)
+      : std::runtime_error(text), argument(std::move(argument)) {}
+  std::string argument;
+};
+
+struct Tensor {
+  const void *data = nullptr;
+  Dtype dtype = Dtype::other;
+  std::string dtype_name;
+  int ndim = 0;
+  int64_t shape[3] = {1, 1, 1};
+  int64_t stride[3] = {0, 0, 0}; // in elements
+
+  [[nodiscard]] bool is_there() const noexcept { return ndim != 0; }
+  [[nodiscard]] bool is_contiguous() const noexcept {
+    int64_t expected = 1;
+    for (int i = ndim - 1; i >= 0; --i) {
+      if (shape[i] != 1 && stride[i] != expected)
+        return false;
+      expected *= shape[i];
+    }
+    return true;
+  }
+};
+
+[[nodiscard]] inline float half_to_float(uint16_t half) noexcept {
+  const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 0x1f,
+                 mantissa = half & 0x3ffu;
+  if (exponent == 0x1f) // infinities and NaN
+    return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
+  if (exponent != 0)
+    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;
+  return sign ? -subnormal : subnormal;
+}
+
+// Copies `count` elements at stride `stride` as int32; false when one does not fit.
+template <class From>
+[[nodiscard]] bool copy_as_int32(int32_t *to, const From *from, int64_t count,
+                                 int64_t stride) noexcept {
+  if constexpr (sizeof(From) == 4 && std::numeric_limits<From>::is_signed) {
+    if (stride == 1) {
+      std::memcpy(to, from, static_cast<size_t>(count) * 4);
+      return true;
+    }
+  }
+  bool fits = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const From value = from[i * stride];
+    to[i] = static_cast<int32_t>(value);
+    fits &= static_cast<From>(to[i]) == value && (to[i] < 0) == (value < From{0});
+  }
+  return fits;
+}
+
+inline void copy_as_float(float *to, const Tensor &t, int64_t at, int64_t count,
+                          int64_t stride) noexcept {
+  switch (t.dtype) {
+  case Dtype::float32: {
+    const float *from = static_cast<const float *>(t.data) + at;
+    if (stride == 1)
+      std::memcpy(to, from, static_cast<size_t>(count) * 4);
+    else
+      for (int64_t i = 0; i < count; ++i)
+        to[i] = from[i * stride];
+    return;
+  }
+  case Dtype::bfloat16: {
+    const uint16_t *from = static_cast<const uint16_t *>(t.data) + at;
+    for (int64_t i = 0; i < count; ++i)
+      to[i] = std::bit_cast<float>(uint32_t{from[i * stride]} << 16);
+    return;
+  }
+  default: {
+    const uint16_t *from = static_cast<const uint16_t *>(t.data) + at;
+    for (int64_t i = 0; i < count; ++i)
+      to[i] = half_to_float(from[i * stride]);
+  }
+  }
+}
+
+[[nodiscard]] inline bool copy_ints(int32_t *to, const Tensor &t, int64_t at, int64_t count,
+                                    int64_t stride) noexcept {
+  switch (t.dtype) {
+  case Dtype::int32:
+    return copy_as_int32(to, static_cast<const int32_t *>(t.data) + at, count, stride);
+  case Dtype::uint8:
+    return copy_as_int32(to, static_cast<const uint8_t *>(t.data) + at, count, stride);
+  case Dtype::uint32:
+    return copy_as_int32(to, static_cast<const uint32_t *>(t.data) + at, count, stride);
+  case Dtype::uint64:
+    return copy_as_int32(to, static_cast<const uint64_t *>(t.data) + at, count, stride);
+  default:
+    return copy_as_int32(to, static_cast<const int64_t *>(t.data) + at, count, stride);
+  }
+}
+
+} // namespace tp

@@ -1,0 +1,80 @@
+"""The command channel: one command per slot, answered in the same slot, in any order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenpipe import _native
+from tokenpipe.commands import CommandKind, ReplyStatus
+
+_WAIT_S = 0.2
+_POSTED, _DONE = 1, 2
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The coordinator's answer."""
+
+    status: ReplyStatus
+    row: int
+    generation: int
+    value: int
+    block_ids: tuple[int, ...]
+
+
+class CommandChannel:
+    """Posts commands and waits for their replies; any number of threads may call at once."""
+
+    def __init__(self, client: _native.Client, num_slots: int, raise_if_gone: Callable[[], None]):
+        self._client = client
+        self._raise_if_gone = raise_if_gone
+        self._changed = threading.Condition()
+        # What a dead client has left posted is still being done: such a slot is free when it is
+        # done.
+        self._free: list[int] = []
+        self._left: set[int] = set(range(num_slots))
+        self._collect()
+
+    def call(self, kind: CommandKind, timeout_s: float | None = None, **fields: Any) -> Reply:
+        """Posts a command and returns its reply. Blocks until then, or until the pipeline is gone
+        (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit)."""
+        slot = self._take()
+        try:
+            deadline_s = time.monotonic() + (3600.0 * 24 * 365 if timeout_s is None else timeout_s)
+            self._client.post(slot, kind, deadline_s=deadline_s, **fields)
+            while not self._client.wait_for_reply(slot, _WAIT_S):
+                self._raise_if_gone()
+            status, row, generation, value, blocks = self._client.reply(slot)
+        except BaseException:
+            # The command may be done later: its slot must not be filled again before that.
+            with self._changed:
+                self._left.add(slot)
+            raise
+        self._client.free(slot)
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+        return Reply(ReplyStatus(status), row, generation, value, tuple(blocks))
+
+    def _take(self) -> int:
+        with self._changed:
+            while not self._free:
+                self._collect()
+                if not self._free:
+                    self._raise_if_gone()
+                    self._changed.wait(_WAIT_S)
+            return self._free.pop()
+
+    def _collect(self) -> None:
+        for slot in list(self._left):
+            state = self._client.command_state(slot)
+            if state == _POSTED:
+                continue
+            if state == _DONE:
+                self._client.free(slot)
+            self._left.remove(slot)
+            self._free.append(slot)

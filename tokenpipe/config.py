@@ -1,0 +1,272 @@
+"""PipelineConfig: every setting, defined once.
+
+A field's name is its flag (`ring_slots` -> --ring-slots) and its environment variable
+(TOKENPIPE_RING_SLOTS); a flag wins over the environment, the environment over the default. Names
+carry units: _s seconds, _us microseconds, _bytes bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tokenpipe import _native
+from tokenpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ENVIRONMENT = "TOKENPIPE_"
+
+
+def _setting(default: Any, group: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, **more})
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Settings of one pipeline. Raises ConfigError (field, value, why) for values that cannot
+    work."""
+
+    name: str = _setting("", "pipeline", "name of the pipeline; empty: a random one")
+    num_decoders: int = _setting(
+        0, "pipeline", "decoder processes; 0: from the usable cores (1 below 4 cores, else 2)"
+    )
+
+    max_num_seqs: int = _setting(256, "sizes", "rows of a batch")
+    top_logprobs: int = _setting(20, "sizes", "candidates a token may carry beside the sampled one")
+    max_draft_tokens: int = _setting(
+        1, "sizes", "tokens a row may emit in one step, the bonus token included"
+    )
+    max_eos_ids: int = _setting(16, "sizes", "end tokens that one request may name")
+    max_request_id_bytes: int = _setting(
+        128, "sizes", "bytes of a request id in UTF-8; a multiple of 8"
+    )
+    num_blocks: int = _setting(0, "sizes", "KV blocks of the pool; 0: blocks are not managed here")
+    block_size: int = _setting(64, "sizes", "tokens that one block holds")
+    command_slots: int = _setting(
+        256, "sizes", "commands in flight, submits that wait for a row included"
+    )
+
+    ring_slots: int = _setting(64, "rings", "slots of the ring, a power of two")
+    ring_bytes: int = _setting(
+        0, "rings", "size of the ring instead of --ring-slots: the most slots that fit into it"
+    )
+    output_slots: int = _setting(64, "rings", "frames of each output ring, a power of two")
+    source_slots: int = _setting(16, "rings", "steps of the engine's own ring, a power of two")
+    spin_us: float = _setting(
+        1.0, "rings", "microseconds of busy waiting before a process yields and sleeps"
+    )
+
+    heartbeat_interval_s: float = _setting(0.1, "supervision", "longest time between heartbeats")
+    stall_timeout_s: float = _setting(
+        30.0, "supervision", "without progress for so long is 'stalled'; 0: never"
+    )
+    start_timeout_s: float = _setting(
+        30.0, "supervision", "time for every role to give its first heartbeat"
+    )
+    drain_timeout_s: float = _setting(
+        5.0, "supervision", "time for running requests to end after SIGTERM"
+    )
+    orphan_grace_s: float = _setting(
+        3.0, "supervision", "roles end after so long without a coordinator"
+    )
+    abort_timeout_s: float = _setting(
+        5.0, "supervision", "an aborted row waits so long for the engine's acknowledgement"
+    )
+
+    health_host: str = _setting("127.0.0.1", "http", "address of the health endpoint")
+    health_port: int = _setting(0, "http", "port of the health endpoint; 0: any free one")
+
+    log_level: str = _setting(
+        "info", "logs", "what is logged", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            kind = type(f.default)
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                object.__setattr__(self, f.name, float(value))
+            elif not isinstance(value, kind) or isinstance(value, bool):
+                raise ConfigError(f.name, value, f"must be of type {kind.__name__}")
+        if not self.name:
+            object.__setattr__(self, "name", f"tp-{secrets.token_hex(8)}")
+        if not self.num_decoders:
+            object.__setattr__(self, "num_decoders", min(default_decoders(), self.max_num_seqs))
+        self._check()
+        if self.ring_bytes:
+            object.__setattr__(self, "ring_slots", self._slots_that_fit())
+
+    def _check(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError("name", self.name, "1 to 64 letters, digits, '_', '.' and '-'")
+        limits = {
+            "max_num_seqs": (1, 65536),
+            "num_decoders": (1, min(_native.MAX_DECODERS, self.max_num_seqs)),
+            "top_logprobs": (0, 1024),
+            "max_draft_tokens": (1, 64),
+            "max_eos_ids": (1, 4096),
+            "max_request_id_bytes": (8, 4096),
+            "num_blocks": (0, 2**26),
+            "block_size": (1, 65536),
+            "command_slots": (1, 65536),
+            "ring_slots": (2, 65536),
+            "output_slots": (2, 65536),
+            "source_slots": (2, 65536),
+            "ring_bytes": (0, 2**40),
+            "health_port": (0, 65535),
+            "spin_us": (0, 1e6),
+            "heartbeat_interval_s": (0.001, 10),
+            "stall_timeout_s": (0, 1e6),
+            "start_timeout_s": (0.1, 1e6),
+            "drain_timeout_s": (0, 1e6),
+            "orphan_grace_s": (0, 1e6),
+            "abort_timeout_s": (0, 1e6),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(name, value, f"must be {low} to {high}")
+        for name in ("ring_slots", "output_slots", "source_slots"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                below = 1 << (value.bit_length() - 1)
+                raise ConfigError(name, value, f"must be a power of two: {below} or {2 * below}")
+        if self.max_request_id_bytes % 8:
+            raise ConfigError(
+                "max_request_id_bytes", self.max_request_id_bytes, "must be a multiple of 8"
+            )
+        if self.ring_bytes and self.ring_slots != _default("ring_slots"):
+            raise ConfigError("ring_bytes", self.ring_bytes, "give --ring-slots or it, not both")
+        shortest = 4 * self.heartbeat_interval_s
+        if 0 < self.stall_timeout_s < shortest:
+            raise ConfigError(
+                "stall_timeout_s",
+                self.stall_timeout_s,
+                f"must be 0 or at least 4 x heartbeat_interval_s = {shortest:g}",
+            )
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError("log_level", self.log_level, "debug, info, warning or error")
+
+    def _slots_that_fit(self) -> int:
+        slot_bytes = self.plan()["slot_bytes"]
+        slots = self.ring_bytes // slot_bytes
+        if slots < 2:
+            raise ConfigError(
+                "ring_bytes",
+                self.ring_bytes,
+                f"a slot is {slot_bytes} bytes ({self.max_num_seqs} rows x {self.max_draft_tokens} "
+                f"tokens x {self.top_logprobs + 1} candidates) and a ring has at least 2",
+            )
+        return 1 << (min(slots, 65536).bit_length() - 1)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes that decide the layout of both segments."""
+        names = (
+            "max_num_seqs top_logprobs max_draft_tokens num_decoders ring_slots output_slots "
+            "source_slots command_slots num_blocks block_size max_eos_ids max_request_id_bytes"
+        )
+        return {name: getattr(self, name) for name in names.split()}
+
+    def plan(self) -> dict[str, int]:
+        """Returns the bytes and offsets that follow from the sizes."""
+        return dict(_native.plan(self.sizes()))
+
+    def to_json(self) -> str:
+        """Returns the configuration as one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelineConfig:
+        """Returns the configuration of `to_json`, checked again."""
+        values = json.loads(text)
+        if values.get("ring_bytes"):
+            values["ring_slots"] = _default("ring_slots")  # it follows from the bytes again
+        return cls(**values)
+
+    def digest(self) -> str:
+        """Returns a hash by which two processes tell whether they have the same configuration."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds one flag per field, in groups, so that an engine's own parser can carry them."""
+        groups: dict[str, Any] = {}
+        for f in dataclasses.fields(cls):
+            name = f.metadata["group"]
+            if name not in groups:
+                groups[name] = parser.add_argument_group(f"tokenpipe: {name}")
+            default = f.default if f.default != "" else "random"
+            groups[name].add_argument(
+                "--" + f.name.replace("_", "-"),
+                dest=f.name,
+                type=str,
+                default=None,
+                metavar=type(f.default).__name__.upper(),
+                help=f"{f.metadata['help']} (default {default}; {_ENVIRONMENT}{f.name.upper()})",
+            )
+
+    @classmethod
+    def from_cli_args(
+        cls, args: argparse.Namespace, environment: Mapping[str, str] | None = None
+    ) -> PipelineConfig:
+        """Returns the configuration of parsed flags, the environment and the defaults, in that
+        order. `environment` defaults to the process's own."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for f in dataclasses.fields(cls):
+            text = getattr(args, f.name, None)
+            if text is None:
+                text = environment.get(_ENVIRONMENT + f.name.upper())
+            if text is not None:
+                values[f.name] = _parsed(f.name, str(text), type(f.default))
+        return cls(**values)
+
+    def to_cli_args(self) -> list[str]:
+        """Returns flags that give this configuration again."""
+        args = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name == "ring_slots" and self.ring_bytes:
+                continue
+            if value != f.default:
+                args.append(f"--{f.name.replace('_', '-')}={value}")
+        return args
+
+
+def _default(name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(PipelineConfig) if f.name == name)
+
+
+def _parsed(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(name, text, f"must be {wanted}") from None
+
+
+def usable_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> float:
+    """Returns the cores that this process may use: its affinity, cut by the cgroup's quota
+    (B83)."""
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        with open(cpu_max) as f:
+            quota, period = f.read().split()
+    except (OSError, ValueError):
+        return cores  # no cgroup v2 quota to read here
+    return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def default_decoders() -> int:
+    """Returns how many decoders suit the usable cores: more than one pays from four cores on."""
+    return 1 if usable_cores() < 4 else 2

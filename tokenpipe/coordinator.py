@@ -1,0 +1,239 @@
+"""COORDINATOR process: owns the segments and the children; one tick = reap, serve, sweep, judge.
+
+Order of start: segments, health endpoint, roles, ready line. Order of stop: nothing new is taken,
+published tokens are delivered, finals for the rest, roles, endpoint, segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenpipe import _native
+from tokenpipe.children import Child, Children, Exited, Watch
+from tokenpipe.commands import FinishReason
+from tokenpipe.config import PipelineConfig
+from tokenpipe.errors import ChildBootError, ChildError, RoleLostError
+from tokenpipe.health import HealthServer
+from tokenpipe.layout import PipelineState
+from tokenpipe.resources import Resources
+from tokenpipe.segment import LOCK_CLIENT, Segment, start_time
+from tokenpipe.status import View, judge, role_names
+from tokenpipe.stop import Stop, stop_on_signals
+
+_log = logging.getLogger("tokenpipe.coordinator")
+
+ROLE_INDEX = 0
+_NO_ROLE = 2**32 - 1
+_DELIVERY_GRACE_S = 1.5
+"""After the drain's limit the client has so long to read the finals."""
+_OWNER_LIMIT_S = 0.0
+"""A drain that the owner's end begins waits for nobody: the client is the owner."""
+
+
+def run(
+    config: PipelineConfig,
+    ready: Callable[[Mapping[str, Any]], None],
+    owner_fd: int | None = None,
+) -> None:
+    """Runs a pipeline until it is told to stop; `ready` gets the facts of the ready line.
+
+    `owner_fd`: the reading end of a pipe whose end-of-file means that the owner is gone. Raises
+    SegmentExistsError, SegmentSpaceError, PortInUseError, ChildBootError, RoleLostError.
+    """
+    with (
+        stop_on_signals() as stop,
+        Segment.create(config) as segment,
+        HealthServer(segment) as health,
+        Children(config.name, config.log_level) as children,
+    ):
+        coordinator = Coordinator(segment, children, stop, health)
+        try:
+            if coordinator.start(owner_fd):
+                ready(coordinator.facts())
+            while coordinator.tick():
+                pass
+        except BaseException as e:
+            coordinator.fail(e)
+            raise
+        finally:
+            coordinator.close()
+
+
+class Coordinator:
+    """The coordinator's loop and what it decides."""
+
+    def __init__(
+        self, segment: Segment, children: Children, stop: Stop, health: HealthServer
+    ) -> None:
+        self._segment, self._children, self._stop, self._health = segment, children, stop, health
+        self._config = segment.config
+        self._book = _native.Book(segment.core, segment.source)
+        self._view = View(segment)
+        self._resources = Resources(segment.core, self._book, self._config)
+        self._watch: Watch | None = None
+        self._drain_limit: float | None = None
+        self._drain_until = 0.0
+        self._has_ended_rest = False
+        self._last_judged = 0.0
+        self._names = role_names(self._config.num_decoders)
+        pid = os.getpid()
+        _native.announce_role(segment.core, ROLE_INDEX, pid, start_time(pid) or 0)
+        self._book.set_health_port(health.port)
+        self._book.set_epoch(ROLE_INDEX, 1)
+
+    # -------------------------------------------------------------- start
+
+    def start(self, owner_fd: int | None) -> bool:
+        """Spawns the roles and returns True when each has beaten once, False when a stop was asked
+        for meanwhile. Raises ChildBootError."""
+        self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
+        spawned = []
+        for index, role in enumerate(self._names[1:], start=1):
+            self._book.set_epoch(index, 1)
+            spawned.append(self._children.spawn(role))
+        self._watch = Watch(self._children.pidfds, owner_fd, self._book.ring)
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while not self._all_have_beaten():
+            seen = self._book.events()
+            self._book.beat()
+            for exited in self._children.reap():
+                raise ChildBootError(exited.role, exited.pid, exited.how)
+            if time.monotonic() >= deadline:
+                raise self._silent(spawned)
+            if self._stop.requested or self._watch.owner_is_gone:
+                return False
+            self._book.wait(seen, 0.005)
+        self._set_state(PipelineState.IDLE, None, "")
+        return True
+
+    def _all_have_beaten(self) -> bool:
+        return all(int(role["heartbeat_ns"]) for role in self._view.roles[1:])
+
+    def _silent(self, spawned: list[Child]) -> ChildBootError:
+        for child, role in zip(spawned, self._view.roles[1:], strict=True):
+            if not int(role["heartbeat_ns"]):
+                limit = self._config.start_timeout_s
+                return ChildBootError(child.role, child.pid, f"silent for {limit:g} s")
+        raise AssertionError("every role has beaten")
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what the ready line says."""
+        return {
+            "event": "ready",
+            "pid": os.getpid(),
+            "name": self._config.name,
+            "health_url": self._health.url,
+            "pids": self._children.pids,
+        }
+
+    # -------------------------------------------------------------- loop
+
+    def tick(self) -> bool:
+        """One turn; False when the pipeline has drained. Raises RoleLostError."""
+        seen = self._book.events()
+        self._book.beat()
+        for exited in self._children.reap():
+            self._lose(exited)
+        self._resources.sweep()
+        self._resources.reclaim()
+        self._resources.serve()
+        self._resources.publish_gauges()
+        self._look_for_a_stop()
+        if self._drain_limit is not None and self._drain():
+            return False
+        self._judge()
+        self._book.wait(seen, self._config.heartbeat_interval_s)
+        return True
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        if now - self._last_judged < self._config.heartbeat_interval_s:
+            return
+        self._last_judged = now
+        verdict = judge(self._segment, self._view)
+        if int(self._view.header["state"]) == verdict.state:
+            return
+        if verdict.state is PipelineState.STALLED:
+            _log.error("stalled: %s", verdict.reason)
+        if self._drain_limit is None:
+            self._set_state(verdict.state, verdict.role, verdict.reason)
+
+    def _set_state(self, state: PipelineState, role: str | None, reason: str) -> None:
+        index = self._names.index(role) if role in self._names else _NO_ROLE
+        self._book.set_state(int(state), index, reason)
+
+    # -------------------------------------------------------------- stop
+
+    def _look_for_a_stop(self) -> None:
+        if self._drain_limit is None:
+            if self._stop.requested:
+                self._begin_drain(self._config.drain_timeout_s, "asked to stop")
+            elif self._watch is not None and self._watch.owner_is_gone:
+                self._begin_drain(_OWNER_LIMIT_S, "the owner is gone")
+        for slot, limit_s in self._resources.drain_commands():
+            self._begin_drain(limit_s, "drain() was called")
+            self._resources.answer_drain(slot)
+
+    def _begin_drain(self, limit_s: float, why: str) -> None:
+        _log.info("draining for up to %g s: %s", limit_s, why)
+        self._drain_limit = limit_s
+        self._drain_until = time.monotonic() + limit_s
+        self._resources.is_accepting = False
+        self._book.set_accepting(False)
+        self._set_state(PipelineState.DRAINING, None, f"draining: {why}")
+
+    def _drain(self) -> bool:
+        """Returns whether everything is delivered that will be."""
+        now = time.monotonic()
+        if self._resources.num_running and now >= self._drain_until and not self._has_ended_rest:
+            self._has_ended_rest = True
+            self._resources.end_all(FinishReason.SHUTDOWN)
+        if self._resources.num_running == 0 and self._is_read():
+            return True
+        return now >= self._drain_until + _DELIVERY_GRACE_S
+
+    def _is_read(self) -> bool:
+        """Whether the client, if there is one, has read every frame of every published step."""
+        published = int(self._view.source["published"])
+        has_client = self._segment.is_locked(LOCK_CLIENT)
+        for k, commit in enumerate(self._view.commits()):
+            if int(commit["next_source_sequence"]) < published:
+                return False
+            unread = int(commit["frames"]) - int(self._view.client["output"][k]["released"])
+            if has_client and unread:
+                return False
+        return True
+
+    def _lose(self, exited: Exited) -> None:
+        raise RoleLostError(exited.role, exited.pid, exited.how)
+
+    def fail(self, error: BaseException) -> None:
+        """Says who failed, and lets the roles that live make the finals of the running requests."""
+        role = error.role if isinstance(error, ChildError) else "coordinator"
+        _log.error("failed: %s", error)
+        self._set_state(PipelineState.FAILED, role, str(error))
+        self._resources.is_accepting = False
+        self._book.set_accepting(False)
+        self._resources.end_all(FinishReason.ERROR)
+        deadline = time.monotonic() + _DELIVERY_GRACE_S
+        while time.monotonic() < deadline and (self._resources.num_running or not self._is_read()):
+            seen = self._book.events()
+            self._resources.sweep()
+            self._resources.serve()
+            self._resources.publish_gauges()
+            self._book.beat()
+            self._book.wait(seen, 0.02)
+
+    def close(self) -> None:
+        """Tells writer and client that the pipeline is over."""
+        if int(self._view.header["state"]) != PipelineState.FAILED:
+            self._set_state(PipelineState.STOPPED, None, "the pipeline has stopped")
+        self._resources.end_all(FinishReason.SHUTDOWN)
+        if self._watch is not None:
+            self._watch.close()
+        self._children.stop()
+        self._book.set_gone()

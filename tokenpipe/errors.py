@@ -1,0 +1,296 @@
+"""Every exception and every exit code of tokenpipe.
+
+An exception carries its facts as fields; its text says what was attempted, what was found and what
+to do. Full, empty, timed out and asked to stop are values, not exceptions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from enum import IntEnum
+
+from tokenpipe import _native
+
+
+class ExitCode(IntEnum):
+    """How a tokenpipe process ended."""
+
+    OK = 0
+    FAILED = 1
+    """A role died or an unexpected error ended the process."""
+    BAD_CONFIG = 2
+    """A flag, an environment variable or a configuration field cannot work."""
+    NAME_TAKEN = 3
+    """The name (or the port) belongs to a live run."""
+    NO_SPACE = 4
+    """The shared memory does not fit."""
+    NOT_FOUND = 5
+    """Nothing of that name to attach to, or another layout."""
+    BOOT_FAILED = 6
+    """A role ended or hung before its first heartbeat."""
+    ROLE_LOST = 7
+    """A role died while running; running requests got error records."""
+
+
+class TokenpipeError(Exception):
+    """Root of all errors of tokenpipe."""
+
+    exit_code = ExitCode.FAILED
+
+
+class ConfigError(TokenpipeError):
+    """A configuration field has a value that cannot work."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(f"{field} = {value!r}: {why}")
+        self.field, self.value, self.why = field, value, why
+
+
+class SegmentError(TokenpipeError):
+    """The shared memory cannot be used."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class SegmentExistsError(SegmentError):
+    """The name is taken and its owner lives."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, name: str, owner_pid: int) -> None:
+        super().__init__(
+            name, f'create "{name}": pid {owner_pid} runs a pipeline of that name; choose another'
+        )
+        self.owner_pid = owner_pid
+
+
+class SegmentSpaceError(SegmentError):
+    """The shared memory does not fit into /dev/shm."""
+
+    exit_code = ExitCode.NO_SPACE
+
+    def __init__(self, name: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            name,
+            f'create "{name}": {needed_bytes} bytes are needed in /dev/shm, {free_bytes} are free; '
+            "lower --ring-slots, --output-slots, --max-num-seqs or --top-logprobs, or enlarge it "
+            "(docker: --shm-size)",
+        )
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
+class SegmentMissingError(SegmentError):
+    """There is nothing to attach to, also after the wait."""
+
+    def __init__(self, name: str, waited_s: float) -> None:
+        super().__init__(
+            name, f'attach "{name}": no live pipeline of that name within {waited_s:g} s'
+        )
+        self.waited_s = waited_s
+
+
+class LayoutMismatchError(SegmentError):
+    """Magic, layout version or sizes differ from what this build writes."""
+
+    def __init__(self, name: str, expected: object, found: object) -> None:
+        super().__init__(
+            name, f'attach "{name}": found {found}, this build has {expected}; stop the old run'
+        )
+        self.expected, self.found = expected, found
+
+
+class PartyExistsError(TokenpipeError):
+    """The pipeline has its one client, writer or role of that kind already."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, name: str, party: str, pid: int) -> None:
+        super().__init__(f'attach "{name}" as {party}: pid {pid} is its {party}')
+        self.name, self.party, self.pid = name, party, pid
+
+
+class PortInUseError(TokenpipeError):
+    """The HTTP port belongs to somebody else."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(
+            f"listen on {host}:{port}: the port is in use; choose another or --health-port 0"
+        )
+        self.host, self.port = host, port
+
+
+class ChildError(TokenpipeError):
+    """A role's process cannot go on."""
+
+    def __init__(self, role: str, text: str) -> None:
+        super().__init__(text)
+        self.role = role
+
+
+class ChildBootError(ChildError):
+    """A role ended, or stayed silent too long, before its first heartbeat."""
+
+    exit_code = ExitCode.BOOT_FAILED
+
+    def __init__(self, role: str, pid: int, how: str) -> None:
+        super().__init__(role, f"start {role} (pid {pid}): {how} before its first heartbeat")
+        self.pid, self.how = pid, how
+
+
+class RoleLostError(ChildError):
+    """A role died while the pipeline ran."""
+
+    exit_code = ExitCode.ROLE_LOST
+
+    def __init__(self, role: str, pid: int, how: str) -> None:
+        super().__init__(role, f"{role} (pid {pid}) {how}")
+        self.pid, self.how = pid, how
+
+
+class PipelineStartError(TokenpipeError):
+    """The coordinator ended before it was ready; `exit_code` tells why."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class PipelineGoneError(TokenpipeError):
+    """The pipeline has ended: nothing can be submitted, saved or read any more."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f'pipeline "{name}" is gone: {reason}')
+        self.name, self.reason = name, reason
+
+
+class DrainingError(TokenpipeError):
+    """The pipeline takes nothing new: it is draining."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f'submit to "{name}": the pipeline is draining and takes nothing new')
+        self.name = name
+
+
+class RequestError(TokenpipeError):
+    """A request is refused; the others go on."""
+
+    def __init__(self, request_id: str, text: str) -> None:
+        super().__init__(text)
+        self.request_id = request_id
+
+
+class InvalidRequestError(RequestError):
+    """A field of the request has a value that cannot work."""
+
+    def __init__(self, request_id: str, field: str, value: object, why: str) -> None:
+        super().__init__(request_id, f"request {request_id!r}: {field} = {value!r}: {why}")
+        self.field, self.value, self.why = field, value, why
+
+
+class DuplicateRequestError(RequestError):
+    """A request of that id is still running."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            request_id, f"request {request_id!r}: a request of that id has not had its final yet"
+        )
+
+
+class NoFreeRowError(RequestError):
+    """No row (or not enough blocks) came free within the time."""
+
+    def __init__(self, request_id: str, waited_s: float, max_num_seqs: int) -> None:
+        super().__init__(
+            request_id,
+            f"request {request_id!r}: none of {max_num_seqs} rows came free within {waited_s:g} s",
+        )
+        self.waited_s, self.max_num_seqs = waited_s, max_num_seqs
+
+
+class RowBusyError(RequestError):
+    """The wanted row's former request has not ended within the time."""
+
+    def __init__(self, request_id: str, row: int, waited_s: float) -> None:
+        super().__init__(request_id, f"request {request_id!r}: row {row} is taken")
+        self.row, self.waited_s = row, waited_s
+
+
+class NotEnoughBlocksError(RequestError):
+    """The request wants more blocks than the pool has."""
+
+    def __init__(self, request_id: str, wanted: int, num_blocks: int) -> None:
+        super().__init__(
+            request_id,
+            f"request {request_id!r}: {wanted} blocks wanted, the pool has {num_blocks} in all",
+        )
+        self.wanted, self.num_blocks = wanted, num_blocks
+
+
+class RequestAbortedError(RequestError):
+    """The request was aborted while it waited for a row."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id, f"request {request_id!r} was aborted before it had a row")
+
+
+class UnknownRequestError(RequestError):
+    """No request of that id is known to this handle."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id, f"request {request_id!r}: this handle knows none of that id")
+
+
+class DeliveryModeError(TokenpipeError):
+    """A handle delivers by batches or by streams; the first call decided."""
+
+    def __init__(self, chosen: str, asked: str) -> None:
+        super().__init__(f"this handle delivers by {chosen}; {asked} needs a handle of its own")
+        self.chosen, self.asked = chosen, asked
+
+
+class SyncTimeoutError(TokenpipeError):
+    """sync() ran out of time; `stage` names who has not moved on."""
+
+    def __init__(self, stage: str, waited_s: float, detail: str) -> None:
+        super().__init__(f"sync: {stage} did not get there within {waited_s:g} s: {detail}")
+        self.stage, self.waited_s, self.detail = stage, waited_s, detail
+
+
+class OpArgumentError(TokenpipeError, ValueError):
+    """An output op got a tensor of a wrong shape, dtype, device or value. Nothing was saved."""
+
+    def __init__(self, argument: str, text: str) -> None:
+        super().__init__(text)
+        self.argument = argument
+
+
+_native.set_op_argument_error(OpArgumentError)
+
+
+def to_json(error: TokenpipeError) -> str:
+    """Returns an error with its facts as one JSON object, for another process to raise again."""
+    names = [n for n in inspect.signature(type(error).__init__).parameters if n != "self"]
+    facts = {n: getattr(error, n) for n in names if hasattr(error, n)}
+    return json.dumps(
+        {"event": "failed", "error": type(error).__name__, "text": str(error), "facts": facts}
+    )
+
+
+def from_json(text: str) -> TokenpipeError:
+    """Returns the error of `to_json`, of the same class where its facts allow."""
+    told = json.loads(text)
+    kind = globals().get(told["error"])
+    if isinstance(kind, type) and issubclass(kind, TokenpipeError):
+        wanted = [n for n in inspect.signature(kind.__init__).parameters if n != "self"]
+        if set(wanted) <= set(told["facts"]):
+            return kind(**{n: told["facts"][n] for n in wanted})
+    return PipelineStartError(str(told["text"]), int(ExitCode.FAILED))

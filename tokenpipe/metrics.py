@@ -1,0 +1,200 @@
+"""Prometheus metrics, made at scrape time from the counters in the segment.
+
+A counter is defined once: a field of tp_counters in layout.h. The help texts below are its only
+other mention; a test compares the two. Totals survive a role's restart, as they live in the
+segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from tokenpipe import _native
+from tokenpipe.layout import COUNTERS, DECODER
+from tokenpipe.segment import Segment
+from tokenpipe.status import View, judge, process_figures, role_names
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTER_HELP = {
+    "steps": "steps decoded",
+    "rows_seen": "rows of steps looked at",
+    "tokens_seen": "tokens found in steps",
+    "tokens_delivered": "tokens written to output frames",
+    "dropped_padded": "tokens of padded rows (generation 0)",
+    "dropped_unadmitted": "tokens of rows without an admission",
+    "dropped_stale": "tokens of an older generation of their row",
+    "dropped_early": "tokens saved before their admission",
+    "dropped_finished": "tokens saved after their request's end",
+    "dropped_repeated": "tokens of a position that was delivered before",
+    "dropped_bad_row": "tokens of rows that failed a check",
+    "finals_stop": "requests ended by an end token",
+    "finals_length": "requests ended by max_tokens",
+    "finals_abort": "requests aborted",
+    "finals_recovery": "requests that the engine could not recover",
+    "finals_error": "requests ended by an error",
+    "finals_shutdown": "requests ended by a shutdown",
+    "acknowledgements": "acknowledged rows (state 3)",
+    "bad_rows": "steps refused: more rows than max_num_seqs",
+    "bad_width": "steps refused: more candidates than top_logprobs + 1",
+    "bad_tokens": "steps refused: token count does not follow from the rows",
+    "bad_bytes": "steps refused: body of another size than its counts give",
+    "bad_flags": "steps refused: unknown mode or flag",
+}
+
+_DROPPED, _FINALS, _BAD = "dropped_", "finals_", "bad_"
+_BOUNDS_S = [2.0**b * 1e-6 for b in range(_native.LATENCY_BUCKETS - 1)]
+
+
+class _PipelineCollector(Collector):
+    def __init__(self, segment: Segment) -> None:
+        self._view = View(segment)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family from one reading of the segment."""
+        view = self._view
+        yield from _counters(view.commits())
+        yield from _gauges(view)
+        yield from _latencies(view)
+        yield from _processes(view)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def _counters(commits: Any) -> Iterator[Metric]:
+    totals = {
+        name: sum(int(c["counters"][name]) for c in commits)
+        for name in COUNTERS.names or ()
+        if name != "pad_"
+    }
+    labelled = {
+        _DROPPED: CounterMetricFamily(
+            "tokenpipe_tokens_dropped", "tokens not delivered", labels=["reason"]
+        ),
+        _FINALS: CounterMetricFamily("tokenpipe_requests", "requests ended", labels=["reason"]),
+        _BAD: CounterMetricFamily("tokenpipe_bad_slots", "steps refused", labels=["reason"]),
+    }
+    for name, value in totals.items():
+        prefix = next((p for p in labelled if name.startswith(p)), None)
+        if prefix is not None:
+            labelled[prefix].add_metric([name[len(prefix) :]], value)
+        else:
+            # `steps` is counted by every decoder: each sees every slot.
+            total = max(int(c["counters"][name]) for c in commits) if name == "steps" else value
+            yield CounterMetricFamily(f"tokenpipe_{name}", COUNTER_HELP[name], value=total)
+    yield from labelled.values()
+    yield CounterMetricFamily(
+        "tokenpipe_frames", "output frames", value=sum(int(c["frames"]) for c in commits)
+    )
+
+
+def _gauges(view: View) -> Iterator[Metric]:
+    config, header = view.config, view.header
+    cursor = int(view.ring["cursor"])
+    published = int(view.source["published"])
+    occupancy = cursor - min(int(c["released"]) for c in view.consumers)
+    verdict = judge(view.segment, view)
+    state = GaugeMetricFamily("tokenpipe_state", "1 for the pipeline's state", labels=["state"])
+    for known in type(verdict.state):
+        state.add_metric([known.name.lower()], float(known is verdict.state))
+    yield state
+    for name, help_text, value in (
+        ("ring_slots", "slots of the ring", config.ring_slots),
+        ("ring_occupancy", "slots not yet released by every decoder", max(0, occupancy)),
+        (
+            "ring_high_water",
+            "most slots that a decoder found published",
+            max(int(c["high_water"]) for c in view.consumers),
+        ),
+        (
+            "source_occupancy",
+            "steps saved and not yet in the ring",
+            max(0, published - int(view.source["released"])),
+        ),
+        ("rows_live", "rows given out", int(header["live_rows"])),
+        ("rows", "rows of a batch", config.max_num_seqs),
+        ("blocks_free", "KV blocks nobody owns", int(header["free_blocks"])),
+        ("waiting_submits", "requests that wait for a row", int(header["waiting_submits"])),
+    ):
+        yield GaugeMetricFamily(f"tokenpipe_{name}", help_text, value=value)
+    yield CounterMetricFamily("tokenpipe_slots_published", "slots published", value=cursor)
+    yield CounterMetricFamily(
+        "tokenpipe_tokens_saved",
+        "tokens saved by the engine",
+        value=_native.saved_tokens(view.segment.source),
+    )
+    blocked = CounterMetricFamily(
+        "tokenpipe_blocked_seconds", "time waited for space", labels=["role"]
+    )
+    for name, role in zip(role_names(config.num_decoders), view.roles, strict=True):
+        blocked.add_metric([name], int(role["blocked_ns"]) / 1e9)
+    blocked.add_metric(["engine"], int(view.source["blocked_ns"]) / 1e9)
+    yield blocked
+
+
+def _latencies(view: View) -> Iterator[Metric]:
+    plan, config = view.config.plan(), view.config
+    decoders = np.frombuffer(
+        view.segment.core_memory, dtype=DECODER, count=config.num_decoders, offset=plan["decoders"]
+    )
+    for name, help_text in (
+        ("saved_to_published", "engine's save to slot in the ring"),
+        ("saved_to_committed", "engine's save to readable frame"),
+    ):
+        counts = sum(d[name]["count"].astype(int) for d in decoders)
+        total = sum(int(d[name]["sum_ns"]) for d in decoders) / 1e9
+        buckets, so_far = [], 0
+        for bound, count in zip([*_BOUNDS_S, float("inf")], counts, strict=True):
+            so_far += int(count)
+            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(so_far)))
+        yield HistogramMetricFamily(
+            f"tokenpipe_{name}_seconds", help_text, buckets=buckets, sum_value=total
+        )
+
+
+def _processes(view: View) -> Iterator[Metric]:
+    cpu = CounterMetricFamily("tokenpipe_role_cpu_seconds", "CPU time", labels=["role"])
+    starts = CounterMetricFamily("tokenpipe_role_starts", "lives of the role", labels=["role"])
+    resident = GaugeMetricFamily(
+        "tokenpipe_role_resident_bytes", "resident memory", labels=["role"]
+    )
+    uptime = GaugeMetricFamily(
+        "tokenpipe_role_uptime_seconds", "age of the process", labels=["role"]
+    )
+    age = GaugeMetricFamily(
+        "tokenpipe_heartbeat_age_seconds", "time since the role's last heartbeat", labels=["role"]
+    )
+    now = _native.now_ns()
+    for name, role in zip(role_names(view.config.num_decoders), view.roles, strict=True):
+        starts.add_metric([name], int(role["epoch"]))
+        age.add_metric([name], max(0.0, (now - int(role["heartbeat_ns"])) / 1e9))
+        figures = process_figures(int(role["pid"]))
+        if figures:
+            cpu.add_metric([name], figures["cpu_s"])
+            resident.add_metric([name], figures["resident_bytes"])
+            uptime.add_metric([name], figures["uptime_s"])
+    yield from (cpu, starts, resident, uptime, age)
+
+
+class Exporter:
+    """Makes the text of /metrics."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_PipelineCollector(segment))
+
+    def scrape(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

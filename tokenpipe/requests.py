@@ -1,0 +1,73 @@
+"""What a client asks for, and what it gets for it: Request and Admission."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenpipe.config import PipelineConfig
+from tokenpipe.errors import InvalidRequestError
+
+_INT32 = 2**31
+
+
+@dataclass
+class Request:
+    """One request. Fields that decide nothing here are echoed in its outputs.
+
+    `eos_token_ids` and `max_tokens` end it; without both only the engine or abort() does.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int] = ()
+    eos_token_ids: Sequence[int] = ()
+    max_tokens: int | None = None
+    """Tokens in all, those of `num_emitted_tokens` included."""
+    num_emitted_tokens: int = 0
+    """Tokens that were delivered elsewhere before: send_idx starts there."""
+    num_blocks: int = 0
+    """KV blocks to reserve."""
+    prompt: Any = None
+    """Messages; on the first output only."""
+    num_cached_tokens: int = 0
+    multimodal_inputs: dict[str, Any] | None = None
+    ic_req_data: Any = None
+    trace_carrier: dict[str, str] | None = None
+
+    def check(self, config: PipelineConfig) -> None:
+        """Raises InvalidRequestError (field, value, why) for what cannot work."""
+
+        def refuse(field: str, value: object, why: str) -> None:
+            raise InvalidRequestError(str(self.request_id), field, value, why)
+
+        if not isinstance(self.request_id, str) or not self.request_id:
+            refuse("request_id", self.request_id, "must be a string that is not empty")
+        num_bytes = len(self.request_id.encode())
+        if num_bytes > config.max_request_id_bytes:
+            limit = config.max_request_id_bytes
+            refuse("request_id", self.request_id, f"{num_bytes} bytes, at most {limit} fit")
+        if len(self.prompt_token_ids) == 0:
+            refuse("prompt_token_ids", [], "must not be empty")
+        if len(self.eos_token_ids) > config.max_eos_ids:
+            why = f"{len(self.eos_token_ids)} ids, max_eos_ids is {config.max_eos_ids}"
+            refuse("eos_token_ids", list(self.eos_token_ids), why)
+        for token in self.eos_token_ids:
+            if not 0 <= token < _INT32:
+                refuse("eos_token_ids", token, f"must be 0 to {_INT32 - 1}")
+        if self.num_emitted_tokens < 0:
+            refuse("num_emitted_tokens", self.num_emitted_tokens, "must be 0 or more")
+        if self.max_tokens is not None and not self.num_emitted_tokens < self.max_tokens < _INT32:
+            refuse("max_tokens", self.max_tokens, f"must be above {self.num_emitted_tokens}")
+        if self.num_blocks < 0:
+            refuse("num_blocks", self.num_blocks, "must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request's row. `generation` is the row's life: the engine stamps its steps with it."""
+
+    request_id: str
+    row: int
+    generation: int
+    block_ids: tuple[int, ...] = ()

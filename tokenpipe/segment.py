@@ -1,0 +1,439 @@
+"""POSIX shared memory: create, attach, validate, lock, unlink, sweep.
+
+A pipeline has two segments, "tokenpipe.NAME.core" and "tokenpipe.NAME.source"; an engine's writer
+maps the second one only. Every party holds a lock on its own byte of the file while it lives: the
+kernel releases it at death, whatever killed the process, in any pid namespace.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import posix_ipc
+
+from tokenpipe import _native
+from tokenpipe.config import PipelineConfig
+from tokenpipe.errors import (
+    ConfigError,
+    LayoutMismatchError,
+    SegmentError,
+    SegmentExistsError,
+    SegmentMissingError,
+    SegmentSpaceError,
+)
+
+FOLDER = "/dev/shm"
+PREFIX = "tokenpipe."
+
+LOCK_COORDINATOR, LOCK_READER, LOCK_CLIENT, LOCK_WRITER, LOCK_DECODER = 0, 1, 2, 3, 16
+_ALL_LOCKS = (0, 4096)
+
+# Open file description locks (Linux 3.15): not lost when another descriptor of the file is closed,
+# as classic record locks are.
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_UNFINISHED_S = 60.0
+"""A segment without a version that is older than this was left by a creator that died."""
+
+
+def core_name(name: str) -> str:
+    """Returns the file name of a pipeline's core segment."""
+    return f"{PREFIX}{name}.core"
+
+
+def source_name(name: str) -> str:
+    """Returns the file name of a pipeline's source segment."""
+    return f"{PREFIX}{name}.source"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a process is, also after its pid has been given to another one."""
+
+    pid: int
+    start: int
+    """Start time in clock ticks since boot."""
+    pid_namespace: int
+    boot_id: str
+
+    @classmethod
+    def own(cls) -> Identity:
+        """Returns the identity of this process."""
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot_id = f.read().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF
+        return cls(os.getpid(), start_time(os.getpid()) or 0, namespace, boot_id)
+
+
+def start_time(pid: int) -> int | None:
+    """Returns when the process started (clock ticks since boot), None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            # The command name, in brackets, may hold anything; the fields behind it are numbers.
+            return int(f.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
+
+
+class Mapping:
+    """One shared-memory file, mapped. Closing it releases the locks that were taken through it."""
+
+    def __init__(self, file_name: str, fd: int) -> None:
+        self.file_name = file_name
+        self.fd = fd
+        self._held: set[int] = set()
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+
+    @classmethod
+    def create(cls, file_name: str, num_bytes: int) -> Mapping:
+        """Creates the file, owner only, with all its pages reserved.
+
+        Raises FileExistsError, or SegmentSpaceError when the pages do not fit: without reserving
+        them a process would die of SIGBUS at its first touch, much later (field report B13).
+        """
+        try:
+            shared = posix_ipc.SharedMemory("/" + file_name, posix_ipc.O_CREX, mode=0o600, size=0)
+        except posix_ipc.ExistentialError:
+            raise FileExistsError(file_name) from None
+        try:
+            os.posix_fallocate(shared.fd, 0, num_bytes)
+            return cls(file_name, shared.fd)
+        except OSError as e:
+            os.close(shared.fd)
+            unlink(file_name)
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            free = os.statvfs(FOLDER)
+            raise SegmentSpaceError(file_name, num_bytes, free.f_bavail * free.f_frsize) from None
+        except BaseException:
+            unlink(file_name)
+            raise
+
+    @classmethod
+    def open(cls, file_name: str) -> Mapping:
+        """Opens an existing file of ours. Raises FileNotFoundError while there is none or while it
+        has no size yet, SegmentError when it belongs to somebody else."""
+        try:
+            shared = posix_ipc.SharedMemory("/" + file_name)
+        except posix_ipc.ExistentialError:
+            raise FileNotFoundError(file_name) from None
+        except posix_ipc.PermissionsError:
+            raise SegmentError(file_name, f'open "{file_name}": permission denied') from None
+        about = os.fstat(shared.fd)
+        if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode):
+            os.close(shared.fd)
+            raise SegmentError(
+                file_name, f'open "{file_name}": it belongs to uid {about.st_uid}, not to us'
+            )
+        if about.st_size < 512:
+            os.close(shared.fd)
+            raise FileNotFoundError(file_name)
+        return cls(file_name, shared.fd)
+
+    def word(self, offset: int) -> int:
+        """Returns the uint64 at `offset`."""
+        return int(struct.unpack_from("<Q", self.memory, offset)[0])
+
+    def lock(self, byte: int) -> bool:
+        """Takes the lock of one party; False when another process holds it."""
+        try:
+            fcntl.fcntl(self.fd, _F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte, 1))
+        except (BlockingIOError, PermissionError):
+            return False
+        self._held.add(byte)
+        return True
+
+    def is_locked(self, byte: int) -> bool:
+        """Returns whether somebody holds the lock of that party, ourselves included."""
+        if byte in self._held:
+            return True  # asked through the file that holds it, the kernel says "free"
+        answer = fcntl.fcntl(self.fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte, 1))
+        return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+
+    def close(self) -> None:
+        """Releases the locks and closes the file; the memory stays mapped while a view of it
+        lives."""
+        if self.fd >= 0:
+            for byte in self._held:  # mmap has a descriptor of its own, which would keep them
+                fcntl.fcntl(self.fd, _F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte, 1))
+            self._held.clear()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _flock(kind: int, start: int, length: int) -> bytes:
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
+
+
+def unlink(file_name: str) -> bool:
+    """Removes the file; False when it is gone already."""
+    try:
+        posix_ipc.unlink_shared_memory("/" + file_name)
+    except posix_ipc.ExistentialError:
+        return False
+    return True
+
+
+class Segment:
+    """A pipeline's shared memory as one process holds it: core and source, or the source alone."""
+
+    def __init__(self, name: str, core: Mapping | None, source: Mapping | None) -> None:
+        self.name = name
+        self._core, self._source = core, source
+        self._is_owner = False
+        try:
+            self._native_core = None if core is None else _native.Core(core.memory)
+            self._native_source = None if source is None else _native.Source(source.memory)
+            self._config = None if core is None else _config_of(name, core)
+        except ValueError as e:
+            raise LayoutMismatchError(name, f"layout {_native.LAYOUT_VERSION}", str(e)) from None
+
+    @classmethod
+    def create(cls, config: PipelineConfig) -> Segment:
+        """Creates both segments and takes the coordinator's lock.
+
+        Removes what dead runs left, of any name. Raises SegmentExistsError (owner_pid) when a
+        live run has the name, SegmentSpaceError when the pages do not fit into /dev/shm.
+        """
+        sweep()
+        plan, own = config.plan(), Identity.own()
+        made: list[Mapping] = []
+        try:
+            for file_name, size in (
+                (core_name(config.name), plan["core_bytes"]),
+                (source_name(config.name), plan["source_bytes"]),
+            ):
+                try:
+                    mapping = Mapping.create(file_name, size)
+                except FileExistsError:
+                    raise SegmentExistsError(config.name, _owner_pid(file_name)) from None
+                made.append(mapping)
+                # Before the version: a sweep that meets a locked file leaves it alone.
+                if not mapping.lock(LOCK_COORDINATOR):
+                    raise SegmentExistsError(config.name, _owner_pid(file_name))
+            who = (own.pid, own.pid_namespace, own.start, own.boot_id)
+            _native.format_source(made[1].memory, config.sizes(), *who)
+            _native.format_core(
+                made[0].memory,
+                config.sizes(),
+                *who,
+                time.time_ns() - time.monotonic_ns(),
+                config.to_json(),
+            )
+            segment = cls(config.name, made[0], made[1])
+        except BaseException:
+            for mapping in made:
+                mapping.close()
+                unlink(mapping.file_name)
+            raise
+        segment._is_owner = True
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, timeout_s: float = 0.0) -> Segment:
+        """Maps both segments of a pipeline, waiting for it to be ready.
+
+        Raises SegmentMissingError (waited_s), LayoutMismatchError (expected, found), SegmentError.
+        """
+        core = _wait_open(name, core_name(name), timeout_s)
+        try:
+            source = _wait_open(name, source_name(name), timeout_s)
+        except BaseException:
+            core.close()
+            raise
+        return cls(name, core, source)
+
+    @classmethod
+    def attach_source(cls, name: str, timeout_s: float = 0.0) -> Segment:
+        """Maps the source segment alone, as an engine's writer does. Raises as attach()."""
+        return cls(name, None, _wait_open(name, source_name(name), timeout_s))
+
+    @property
+    def core(self) -> _native.Core:
+        """The core segment as the native classes take it."""
+        assert self._native_core is not None
+        return self._native_core
+
+    @property
+    def source(self) -> _native.Source:
+        """The source segment as the native classes take it."""
+        assert self._native_source is not None
+        return self._native_source
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The configuration that the coordinator wrote into the core segment."""
+        assert self._config is not None
+        return self._config
+
+    @property
+    def core_memory(self) -> mmap.mmap:
+        """The core segment's bytes."""
+        assert self._core is not None
+        return self._core.memory
+
+    @property
+    def source_memory(self) -> mmap.mmap:
+        """The source segment's bytes."""
+        assert self._source is not None
+        return self._source.memory
+
+    def lock(self, byte: int) -> bool:
+        """Takes a party's lock (the writer's on the source, all others on the core)."""
+        mapping = self._source if byte == LOCK_WRITER else self._core
+        assert mapping is not None
+        return mapping.lock(byte)
+
+    def is_locked(self, byte: int) -> bool:
+        """Returns whether the party of that lock lives."""
+        mapping = self._source if byte == LOCK_WRITER or self._core is None else self._core
+        assert mapping is not None
+        return mapping.is_locked(byte)
+
+    def has_roles(self) -> bool:
+        """Returns whether the reader or a decoder still holds its lock."""
+        return self.is_locked(LOCK_READER) or any(
+            self.is_locked(LOCK_DECODER + k) for k in range(self.config.num_decoders)
+        )
+
+    def close(self) -> None:
+        """Lets go of the segments; the creator also removes their files."""
+        for mapping in (self._core, self._source):
+            if mapping is not None:
+                if self._is_owner:
+                    unlink(mapping.file_name)
+                mapping.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _config_of(name: str, core: Mapping) -> PipelineConfig:
+    text = _header_text(core.memory)
+    try:
+        return PipelineConfig.from_json(text)
+    except (ValueError, TypeError, ConfigError) as e:
+        raise LayoutMismatchError(name, "a configuration of this build", repr(str(e))) from None
+
+
+def _header_text(memory: mmap.mmap) -> str:
+    start, length = _native.CONFIG_OFFSET, _native.CONFIG_BYTES
+    return bytes(memory[start : start + length]).split(b"\0")[0].decode()
+
+
+def _wait_open(name: str, file_name: str, timeout_s: float) -> Mapping:
+    begun = time.monotonic()
+    while True:
+        waited = time.monotonic() - begun
+        try:
+            mapping = Mapping.open(file_name)
+        except FileNotFoundError:
+            mapping = None
+        if mapping is not None:
+            version = mapping.word(8)
+            if version == _native.LAYOUT_VERSION and mapping.is_locked(LOCK_COORDINATOR):
+                return mapping
+            mapping.close()
+            if version not in (0, _native.LAYOUT_VERSION):
+                raise LayoutMismatchError(
+                    name, f"layout {_native.LAYOUT_VERSION}", f"layout {version}"
+                )
+        if waited >= timeout_s:
+            raise SegmentMissingError(name, timeout_s)
+        time.sleep(min(0.01, timeout_s - waited))
+
+
+def _owner_pid(file_name: str) -> int:
+    try:
+        mapping = Mapping.open(file_name)
+    except (FileNotFoundError, SegmentError):
+        return 0
+    try:
+        return int(struct.unpack_from("<I", mapping.memory, _owner_pid_offset(file_name))[0])
+    finally:
+        mapping.close()
+
+
+def _owner_pid_offset(file_name: str) -> int:
+    is_core = file_name.endswith(".core")
+    return int(_native.CORE_PID_OFFSET if is_core else _native.SOURCE_PID_OFFSET)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file of ours in /dev/shm, and whether a sweep may remove it."""
+
+    file_name: str
+    num_bytes: int
+    is_dead: bool
+    why: str
+
+
+def leftovers(name: str | None = None) -> Iterator[Leftover]:
+    """Yields every segment file of one pipeline, or of all, with what is known of its owner.
+
+    Dead means provably so: no party holds a lock on it, and it is complete, or too old to be in the
+    making. Files of other users are reported and never touched.
+    """
+    wanted = None if name is None else {core_name(name), source_name(name)}
+    for file_name in sorted(os.listdir(FOLDER)):
+        if not file_name.startswith(PREFIX) or not file_name.endswith((".core", ".source")):
+            continue
+        if wanted is not None and file_name not in wanted:
+            continue
+        found = _examine(file_name)
+        if found is not None:
+            yield found
+
+
+def _examine(file_name: str) -> Leftover | None:
+    path = os.path.join(FOLDER, file_name)
+    try:
+        about = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(about.st_mode):
+        return Leftover(file_name, 0, False, "not a regular file")
+    if about.st_uid != os.geteuid():
+        return Leftover(file_name, about.st_size, False, f"belongs to uid {about.st_uid}")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, *_ALL_LOCKS))
+        if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+            return Leftover(file_name, about.st_size, False, "in use")
+        version = os.pread(fd, 8, 8)
+    finally:
+        os.close(fd)
+    if version.strip(b"\0") or time.time() - about.st_mtime > _UNFINISHED_S:
+        return Leftover(file_name, about.st_size, True, "no process holds it")
+    return Leftover(file_name, about.st_size, False, "is being created")
+
+
+def sweep(name: str | None = None, report: Callable[[Leftover], None] | None = None) -> int:
+    """Removes the segments of dead runs, of one pipeline or of all; returns how many."""
+    removed = 0
+    for found in leftovers(name):
+        if found.is_dead and unlink(found.file_name):
+            removed += 1
+        if report is not None:
+            report(found)
+    return removed

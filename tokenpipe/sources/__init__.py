@@ -1,0 +1,1 @@
+"""Ways in: one module per source that the reader can drain."""

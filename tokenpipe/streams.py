@@ -1,0 +1,119 @@
+"""Streams: one asynchronous iterator per request, fed by a thread that reads the batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from tokenpipe.delivery import Delivery
+from tokenpipe.errors import PipelineGoneError
+from tokenpipe.outputs import RequestOutput
+
+_WAIT_S = 0.2
+
+
+class _Buffer:
+    """Outputs of one request that its stream has not taken yet; as many as its tokens at most."""
+
+    def __init__(self) -> None:
+        self.outputs: deque[RequestOutput] = deque()
+        self.reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self.is_abandoned = False
+
+
+class Streams:
+    """Hands every output to its request's buffer. A slow stream fills its own buffer only."""
+
+    def __init__(self, delivery: Delivery, is_over: Callable[[], bool], name: str) -> None:
+        self._delivery = delivery
+        self._is_over = is_over
+        self._name = name
+        self._lock = threading.Lock()
+        self._buffers: dict[str, _Buffer] = {}
+        self._closing = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="tokenpipe-streams", daemon=True)
+        self._thread.start()
+
+    def open(self, request_id: str) -> None:
+        """Makes the buffer of a request before its first output can come."""
+        with self._lock:
+            self._buffers[request_id] = _Buffer()
+
+    def discard(self, request_id: str) -> None:
+        """Drops the buffer of a request that was refused."""
+        with self._lock:
+            self._buffers.pop(request_id, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        with self._lock:
+            return request_id in self._buffers
+
+    def _run(self) -> None:
+        while not self._closing:
+            batch = self._delivery.next(_WAIT_S)
+            if batch is None:
+                if self._is_over():
+                    break
+                continue
+            outputs = batch.objects()
+            batch.release()
+            for output in outputs:
+                self._put(output)
+        with self._lock:
+            self._ended = True
+            waiting = list(self._buffers.values())
+        for buffer in waiting:
+            self._wake(buffer)
+
+    def _put(self, output: RequestOutput) -> None:
+        with self._lock:
+            buffer = self._buffers.setdefault(output.request_id, _Buffer())
+            if buffer.is_abandoned:
+                if output.finished:
+                    del self._buffers[output.request_id]
+                return
+            buffer.outputs.append(output)
+        self._wake(buffer)
+
+    @staticmethod
+    def _wake(buffer: _Buffer) -> None:
+        reader = buffer.reader
+        if reader is not None:
+            try:
+                reader[0].call_soon_threadsafe(reader[1].set)
+            except RuntimeError:
+                buffer.is_abandoned = True  # its event loop has ended: nobody can read it any more
+
+    async def read(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Yields the outputs of one request up to its final."""
+        event = asyncio.Event()
+        with self._lock:
+            buffer = self._buffers[request_id]
+            buffer.reader = (asyncio.get_running_loop(), event)
+        is_finished = False
+        try:
+            while not is_finished:
+                event.clear()
+                while buffer.outputs:
+                    output = buffer.outputs.popleft()
+                    is_finished = output.finished
+                    yield output
+                if is_finished:
+                    break
+                if self._ended and not buffer.outputs:
+                    raise PipelineGoneError(self._name, f"it ended before {request_id!r} did")
+                await event.wait()
+        finally:
+            with self._lock:
+                buffer.reader = None
+                buffer.is_abandoned = not is_finished
+                if is_finished and self._buffers.get(request_id) is buffer:
+                    del self._buffers[request_id]
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing = True
+        self._thread.join()
