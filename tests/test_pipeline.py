@@ -37,6 +37,7 @@ def pipe(num_decoders: int, unique_name: str) -> Iterator[tp.Pipeline]:
         output_slots=8,
         source_slots=4,
         num_blocks=32,
+        block_size=64,
         abort_timeout_s=600,
     )
     with tp.Pipeline(config) as pipe:
@@ -187,11 +188,11 @@ def test_an_abort_gives_its_final_at_once_and_the_row_at_the_acknowledgement(
     pipe.sync()
     assert tokens_of(read_all(pipe)) == [token_of(b.row, 1, 1)]
     assert pipe.status()["rows"]["live"] == 2
-    assert pipe.status()["blocks"]["free"] == 28
+    assert pipe.status()["blocks"]["free"] == 32 - 4 - 1
     assert [e.kind for e in engine.obey()] == ["abort"]
     pipe.sync()
     assert pipe.status()["rows"]["live"] == 1
-    assert pipe.status()["blocks"]["free"] == 32
+    assert pipe.status()["blocks"]["free"] == 31
     pipe.abort("b")
     engine.obey()
     pipe.sync()
@@ -301,6 +302,8 @@ def test_a_wanted_row_waits_for_its_former_request(pipe: tp.Pipeline) -> None:
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(pipe: tp.Pipeline) -> None:
     with pytest.raises(tp.NotEnoughBlocksError, match=r"33 blocks wanted, the pool has 32"):
         pipe.submit(request("a", num_blocks=33))
+    with pytest.raises(tp.NotEnoughBlocksError, match=r"33 blocks wanted"):
+        pipe.submit(request("a", prompt_token_ids=[1] * (32 * 64 + 1)))
     with pytest.raises(tp.InvalidRequestError, match=r"row = 8.*0 to max_num_seqs - 1 = 7"):
         pipe.submit(request("a"), row=8)
     with pytest.raises(tp.InvalidRequestError, match="prompt_token_ids"):

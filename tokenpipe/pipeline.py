@@ -183,7 +183,7 @@ class Pipeline:
                 max_tokens=request.max_tokens or 0,
                 num_emitted=request.num_emitted_tokens,
                 prompt_tokens=len(request.prompt_token_ids),
-                num_blocks=request.num_blocks,
+                num_blocks=request.blocks_wanted(self.config),
             )
             if reply.status is not ReplyStatus.OK:
                 raise self._refusal(request, reply, row, time.monotonic() - begun)
@@ -207,7 +207,8 @@ class Pipeline:
         if reply.status is ReplyStatus.DUPLICATE:
             return DuplicateRequestError(request_id)
         if reply.status is ReplyStatus.TOO_MANY_BLOCKS:
-            return NotEnoughBlocksError(request_id, request.num_blocks, self.config.num_blocks)
+            wanted = request.blocks_wanted(self.config)
+            return NotEnoughBlocksError(request_id, wanted, self.config.num_blocks)
         if reply.status is ReplyStatus.ABORTED:
             return RequestAbortedError(request_id)
         if reply.status is ReplyStatus.DRAINING:

@@ -26,8 +26,8 @@ class Request:
     """Tokens in all, those of `num_emitted_tokens` included."""
     num_emitted_tokens: int = 0
     """Tokens that were delivered elsewhere before: send_idx starts there."""
-    num_blocks: int = 0
-    """KV blocks to reserve."""
+    num_blocks: int | None = None
+    """KV blocks to reserve; None: as many as the prompt fills, where the pipeline has a pool."""
     prompt: Any = None
     """Messages; on the first output only."""
     num_cached_tokens: int = 0
@@ -59,8 +59,14 @@ class Request:
             refuse("num_emitted_tokens", self.num_emitted_tokens, "must be 0 or more")
         if self.max_tokens is not None and not self.num_emitted_tokens < self.max_tokens < _INT32:
             refuse("max_tokens", self.max_tokens, f"must be above {self.num_emitted_tokens}")
-        if self.num_blocks < 0:
+        if self.num_blocks is not None and self.num_blocks < 0:
             refuse("num_blocks", self.num_blocks, "must be 0 or more")
+
+    def blocks_wanted(self, config: PipelineConfig) -> int:
+        """Returns how many KV blocks the request reserves."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return -(-len(self.prompt_token_ids) // config.block_size) if config.num_blocks else 0
 
 
 @dataclass(frozen=True)

@@ -659,9 +659,9 @@ private:
 } // namespace
 
 int main() {
-  const tp_counters sum = every_token_arrives_once(1, 4, 1'500) +
-                          every_token_arrives_once(1, 2, 500) +
-                          every_token_arrives_once(3, 4, 1'500);
+  const tp_counters sum = every_token_arrives_once(1, 4, 3'000) +
+                          every_token_arrives_once(1, 2, 1'000) +
+                          every_token_arrives_once(3, 4, 3'000);
   std::printf("pipeline: %llu tokens seen, %llu delivered, %llu dropped\n",
               static_cast<unsigned long long>(sum.tokens_seen),
               static_cast<unsigned long long>(sum.tokens_delivered),
