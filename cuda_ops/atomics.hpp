@@ -23,6 +23,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "fault.hpp"
 #include "layout.h"
 
 namespace tp {
@@ -138,6 +139,7 @@ bool wait_for(tp_bell &bell, uint32_t reason, const Patience &patience, Ready &&
     const uint64_t waited = now_ns() - begun;
     if (is_ready || waited >= patience.timeout_ns)
       break;
+    fault::point("sleep");
     if (!futex_wait(bell.bell, seen, patience.timeout_ns - waited)) {
       is_ready = ready();
       break;

@@ -37,6 +37,7 @@ public:
   // this command and no other.
   void log_choice(uint32_t i, uint32_t row, uint32_t generation) noexcept {
     publish(core_.command(i).choice, uint64_t{row} << 32 | generation);
+    fault::point("submit.choice_logged");
   }
 
   // Whether the logged choice of slot i has been published already.
@@ -54,12 +55,21 @@ public:
              const std::vector<uint32_t> &blocks) noexcept {
     const tp_command &c = core_.command(i);
     own_blocks(row, generation, blocks);
+    fault::point("submit.blocks_owned");
     tp_admission &a = core_.admission(row);
     a.command_number = c.number;
     a.arrival_ns = c.arrival_ns;
     a.max_tokens = c.max_tokens;
     a.num_emitted = c.num_emitted;
     a.prompt_tokens = c.prompt_tokens;
+    a.preprocess_end_ns = c.preprocess_end_ns;
+    a.inference_start_ns = c.inference_start_ns;
+    a.num_chunks = c.num_chunks;
+    a.flags = c.flags;
+    a.phase = TP_PHASE_RUNNING;
+    a.acknowledged_before = 0;
+    put(a.acknowledge_from, uint64_t{UINT64_MAX});
+    a.handed_over = 0;
     a.num_eos = std::min(c.num_eos, core_.sizes.max_eos_ids);
     a.id_bytes = std::min(c.id_bytes, core_.sizes.max_request_id_bytes);
     a.first_block = blocks.empty() ? UINT32_MAX : blocks.front();
@@ -67,32 +77,107 @@ public:
     std::memcpy(core_.id(row), core_.command_id(i), a.id_bytes);
     std::memcpy(core_.eos(row), core_.command_eos(i), uint64_t{a.num_eos} * 4);
     a.from_sequence = observe(source_.head().published);
+    fault::point("submit.fields_stored");
     // SYNC POINT: admission - release: a decoder that sees the generation sees the fields
     publish(core_.admitted(row), uint64_t{generation});
+    fault::point("submit.published");
     open_control(row, generation);
+    fault::point("submit.control_stored");
   }
 
   // SYNC POINT: control word - release: one word, nothing behind it
   void open_control(uint32_t row, uint32_t generation) noexcept {
-    if (observe(source_.control(row)) >> 8 < generation)
-      publish(source_.control(row), uint64_t{generation} << 8);
+    if (observe(source_.control(row)) >> 32 < generation)
+      publish(source_.control(row), uint64_t{generation} << 32);
   }
 
   void control(uint32_t row, uint32_t generation, uint32_t bits) noexcept {
     const uint64_t word = observe(source_.control(row));
-    if (word >> 8 == generation)
+    if (word >> 32 == generation)
       publish(source_.control(row), word | bits);
+  }
+
+  // Tells the engine to let go of the row for a while. `before`: the acknowledgements of this life
+  // so far, stored first, so that only a later one counts. A decode instance's row is shielded too.
+  void preempt(uint32_t row, uint32_t generation, uint64_t before, bool shield) noexcept {
+    tp_admission &a = core_.admission(row);
+    note_acknowledged(row, before);
+    put(a.phase, static_cast<uint32_t>(TP_PHASE_PREEMPTING));
+    fault::point("preempt.phase_stored");
+    if (shield)
+      mark(row, generation, TP_MARK_SHIELD);
+    const uint64_t word = observe(source_.control(row));
+    if (word >> 32 == generation)
+      publish(source_.control(row), (word + (uint64_t{1} << 8)) | TP_CONTROL_PREEMPT);
+  }
+
+  void set_preempted(uint32_t row) noexcept {
+    put(core_.admission(row).phase, static_cast<uint32_t>(TP_PHASE_PREEMPTED));
+  }
+
+  // The same life goes on: the engine may run the row again.
+  void resume(uint32_t row, uint32_t generation) noexcept {
+    const uint64_t word = observe(source_.control(row));
+    if (word >> 32 == generation)
+      publish(source_.control(row), word & ~uint64_t{TP_CONTROL_PREEMPT});
+    if (get(core_.mark(row).word) == (uint64_t{generation} << 8 | TP_MARK_SHIELD))
+      publish(core_.mark(row).word, uint64_t{0});
+    put(core_.admission(row).acknowledge_from, uint64_t{UINT64_MAX});
+    put(core_.admission(row).phase, static_cast<uint32_t>(TP_PHASE_RUNNING));
+  }
+
+  // The engine is told now: only acknowledgements beyond `before`, saved from now on, are its
+  // answer.
+  void note_acknowledged(uint32_t row, uint64_t before) noexcept {
+    put(core_.admission(row).acknowledged_before, before);
+    put(core_.admission(row).acknowledge_from, observe(source_.head().published));
+  }
+
+  void set_handed_over(uint32_t row) noexcept { put(core_.admission(row).handed_over, 1u); }
+
+  // Blocks of the row's admission in their order; one that names it but is not in its chain belongs
+  // to a growth that was never finished.
+  [[nodiscard]] std::vector<uint32_t> blocks_of(uint32_t row) const {
+    std::vector<uint32_t> found;
+    const tp_admission &a = core_.admission(row);
+    uint32_t b = get(a.first_block);
+    for (uint32_t i = 0; i < get(a.num_blocks) && b < core_.sizes.num_blocks; ++i) {
+      found.push_back(b);
+      b = get(core_.block(b).next);
+    }
+    return found;
+  }
+
+  void disown(uint32_t block) noexcept { publish(core_.block(block).owner, uint64_t{0}); }
+
+  // Gives more blocks to a running request: owned first, then chained behind `last`.
+  void grow(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks,
+            uint32_t last) noexcept {
+    own_blocks(row, generation, blocks);
+    fault::point("grow.blocks_owned");
+    tp_admission &a = core_.admission(row);
+    if (last == UINT32_MAX)
+      put(a.first_block, blocks.front());
+    else
+      put(core_.block(last).next, blocks.front());
+    put(a.num_blocks, a.num_blocks + static_cast<uint32_t>(blocks.size()));
+    fault::point("grow.chained");
   }
 
   // Ends the row's generation at the decoder: everything saved from now on is not delivered. A mark
   // that stands is not moved: tokens between the two would be delivered or not by chance.
   void mark(uint32_t row, uint32_t generation, uint32_t reason) noexcept {
     tp_mark &mark = core_.mark(row);
-    if (get(mark.word) >> 8 != generation) {
-      put(mark.from_sequence, observe(source_.head().published));
+    const uint64_t word = get(mark.word);
+    const bool is_shielded = word == (uint64_t{generation} << 8 | TP_MARK_SHIELD);
+    if (word >> 8 != generation || (is_shielded && reason != TP_MARK_SHIELD)) {
+      if (!is_shielded) // what the shield holds back stays held back
+        put(mark.from_sequence, observe(source_.head().published));
+      fault::point("mark.from_stored");
       // SYNC POINT: mark - release: its from_sequence is there
       publish(mark.word, uint64_t{generation} << 8 | reason);
     }
+    fault::point("mark.published");
     count_event(core_.role(TP_ROLE_DECODER + row % core_.sizes.num_decoders).bell);
   }
 
@@ -100,21 +185,24 @@ public:
   void release(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) noexcept {
     for (const uint32_t b : blocks)
       publish(core_.block(b).owner, uint64_t{0});
+    fault::point("release.blocks_freed");
     control(row, generation, TP_CONTROL_FINISHED);
     publish(core_.mark(row).word, uint64_t{0});
+    fault::point("release.mark_cleared");
     publish(core_.freed(row), uint64_t{generation});
+    fault::point("release.row_freed");
   }
 
-  void reply(uint32_t i, uint32_t status, uint32_t row, uint32_t generation,
-             uint64_t value) noexcept {
+  // `first_block`: where the chain of blocks begins that the reply is about.
+  void reply(uint32_t i, uint32_t status, uint32_t row, uint32_t generation, uint64_t value,
+             uint32_t first_block) noexcept {
     tp_command &c = core_.command(i);
     c.status = status;
     c.reply_row = row;
     c.reply_generation = generation;
-    c.reply_first_block = generation != 0 && row < core_.sizes.max_num_seqs
-                              ? core_.admission(row).first_block
-                              : UINT32_MAX;
+    c.reply_first_block = first_block;
     c.reply_value = value;
+    fault::point("reply.fields_stored");
     // SYNC POINT: reply - release: the reply's fields are there
     publish(c.state, static_cast<uint32_t>(TP_COMMAND_DONE));
     futex_wake(c.state);

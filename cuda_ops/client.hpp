@@ -96,8 +96,10 @@ public:
     tp_client &client = core_.client();
     const uint64_t released = observe(client.output[k].released) + 1;
     put(client.progress_ns, now_ns());
+    fault::point("client.before_release");
     // SYNC POINT: output released - release: the client has read the frames below it
     publish(client.output[k].released, released);
+    fault::point("client.released");
     ring_bell_at(core_.role(TP_ROLE_DECODER + k).bell, released);
   }
 
@@ -111,9 +113,10 @@ private:
 // What the client puts into a command's slot.
 struct CommandFields {
   uint32_t kind = 0;
-  uint64_t deadline_ns = 0, arrival_ns = 0, argument = 0;
+  uint64_t deadline_ns = 0, arrival_ns = 0, preprocess_end_ns = 0, inference_start_ns = 0,
+           argument = 0;
   uint32_t row = UINT32_MAX, generation = 0, max_tokens = 0, num_emitted = 0, prompt_tokens = 0,
-           num_blocks = 0;
+           num_blocks = 0, num_chunks = 0, flags = 0;
   std::string_view id;
   std::vector<int32_t> eos;
 };
@@ -133,12 +136,18 @@ inline void post(const Core &core, uint32_t i, const CommandFields &fields) noex
   c.num_emitted = fields.num_emitted;
   c.prompt_tokens = fields.prompt_tokens;
   c.num_blocks = fields.num_blocks;
+  c.preprocess_end_ns = fields.preprocess_end_ns;
+  c.inference_start_ns = fields.inference_start_ns;
+  c.num_chunks = fields.num_chunks;
+  c.flags = fields.flags;
   c.num_eos = static_cast<uint32_t>(fields.eos.size());
   c.id_bytes = static_cast<uint32_t>(fields.id.size());
   std::memcpy(core.command_id(i), fields.id.data(), fields.id.size());
   std::memcpy(core.command_eos(i), fields.eos.data(), fields.eos.size() * 4);
+  fault::point("client.command_filled");
   // SYNC POINT: command - release: the command's fields are there
   publish(c.state, static_cast<uint32_t>(TP_COMMAND_POSTED));
+  fault::point("client.command_posted");
   count_event(core.role(TP_ROLE_COORDINATOR).bell);
 }
 

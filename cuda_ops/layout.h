@@ -53,13 +53,14 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 1,  /* raised by hand with any change below */
-  TP_LINE_BYTES = 128,    /* two cache lines: the prefetcher pairs them */
-  TP_PAGE_BYTES = 4096,   /* slots and frames begin on a page */
-  TP_COLUMN_ALIGN = 16,   /* every column of a step or frame begins so aligned */
-  TP_MAX_DECODERS = 16,   /* released cursors of the client have room for so many */
-  TP_CONFIG_BYTES = 3072, /* the configuration as JSON text, in the header */
-  TP_REASON_BYTES = 256,  /* why the state is what it is, in words */
+  TP_LAYOUT_VERSION = 5,    /* raised by hand with any change below */
+  TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
+  TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
+  TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
+  TP_MAX_DRAFT_TOKENS = 16, /* tokens a row may emit in a step; statistics have room for so many */
+  TP_MAX_DECODERS = 16,     /* released cursors of the client have room for so many */
+  TP_CONFIG_BYTES = 3072,   /* the configuration as JSON text, in the header */
+  TP_REASON_BYTES = 256,    /* why the state is what it is, in words */
 };
 
 #define TP_CORE_MAGIC UINT64_C(0x65726f632e707474)   /* "ttp.core" */
@@ -108,7 +109,10 @@ enum {
   TP_FINISH_SHUTDOWN = 6,
 };
 
-/* Bits of a control word: (generation << 8) | bits. */
+/* A mark that ends nothing: a decode instance's row is shielded, its tokens are not delivered. */
+enum { TP_MARK_SHIELD = 16 };
+
+/* Bits of a control word: (generation << 32) | (preemptions << 8) | bits. */
 enum { TP_CONTROL_ABORT = 1, TP_CONTROL_PREEMPT = 2, TP_CONTROL_FINISHED = 4 };
 
 /* Why the reader refused a step (tp_step.bad). 0: good. */
@@ -122,10 +126,31 @@ enum {
   TP_BAD_REASONS = 6, /* how many reasons there are */
 };
 
+/* tp_options.role */
+enum { TP_ENGINE_MIXED = 0, TP_ENGINE_PREFILL = 1, TP_ENGINE_DECODE = 2 };
+
+/* tp_admission.flags */
+enum {
+  TP_ADMISSION_DISAGGREGATED = 1, /* prefill and decode run on two instances */
+  TP_ADMISSION_WARM_UP = 2,       /* its tokens are counted, not delivered */
+};
+
+/* tp_admission.phase */
+enum {
+  TP_PHASE_RUNNING = 0,
+  TP_PHASE_PREEMPTING = 1, /* the engine is told, and has not acknowledged */
+  TP_PHASE_PREEMPTED = 2,  /* it has: resume() may come */
+};
+
+/* message_flag of a step */
+enum { TP_MESSAGE_TARGET = 3, TP_MESSAGE_DRAFT = 4 };
+
 enum {
   TP_STEP_ACCEPT = 1,        /* column accept_num is there: several tokens a row */
   TP_STEP_POSITIONS = 2,     /* column positions is there */
   TP_STEP_NOT_NEED_STOP = 4, /* the engine has more work (echoed) */
+  TP_STEP_POOLING = 8,       /* one vector of `width` floats a row instead of tokens */
+  TP_STEP_PROMPT = 16,       /* logprobs of prompt tokens; positions tell where in the prompt */
 };
 
 enum { TP_COMMAND_FREE = 0, TP_COMMAND_POSTED = 1, TP_COMMAND_DONE = 2 };
@@ -144,14 +169,26 @@ typedef struct {
   uint32_t block_size;
   uint32_t max_eos_ids;
   uint32_t max_request_id_bytes;
+  uint32_t max_pooling_floats;
+  uint32_t pad_;
 } tp_sizes;
-TP_ASSERT_SIZE(tp_sizes, 48);
+TP_ASSERT_SIZE(tp_sizes, 56);
+
+/* What a decoder must know of the configuration beside the sizes. */
+typedef struct {
+  uint32_t role;                   /* TP_ENGINE_* */
+  uint32_t internal_adapter;       /* end tokens are not delivered */
+  uint32_t enable_draft_logprob;   /* steps of drafts are delivered, else dropped */
+  uint32_t num_speculative_tokens; /* drafts per row and step, for the statistics */
+} tp_options;
+TP_ASSERT_SIZE(tp_options, 16);
 
 typedef struct {
   uint64_t magic;
   uint64_t version; /* coordinator, stored last: the segment is ready */
   uint64_t total_bytes;
   tp_sizes sizes;
+  tp_options options;
   uint64_t slot_bytes;
   uint64_t frame_bytes;
   uint64_t wall_offset_ns; /* wall clock minus CLOCK_MONOTONIC at start */
@@ -169,12 +206,14 @@ typedef struct {
   uint32_t free_blocks;
   uint32_t waiting_submits;
   uint32_t rows_high_water;
+  uint32_t running_rows; /* live rows that the engine runs: not ended, not preempted */
+  uint32_t pad0_;
   uint64_t ticks;
-  uint64_t running_since_ns; /* when the first of the live rows was given out; 0: none lives */
+  uint64_t running_since_ns; /* since when the engine has had something to run; 0: it has not */
   uint64_t swept[TP_MAX_DECODERS]; /* turn word of decoder k that is swept and applied */
   char reason[TP_REASON_BYTES];
   char config[TP_CONFIG_BYTES];
-  uint8_t pad_[TP_PAGE_BYTES - 336 - TP_REASON_BYTES - TP_CONFIG_BYTES];
+  uint8_t pad_[TP_PAGE_BYTES - 368 - TP_REASON_BYTES - TP_CONFIG_BYTES];
 } tp_header;
 TP_ASSERT_SIZE(tp_header, TP_PAGE_BYTES);
 
@@ -222,14 +261,18 @@ typedef struct {
   uint64_t rows_seen;
   uint64_t tokens_seen;
   uint64_t tokens_delivered;
-  uint64_t dropped_padded; /* generation 0: a padded row */
-  uint64_t
-      dropped_unadmitted;    /* no admission holds this row, or a newer generation than admitted */
-  uint64_t dropped_stale;    /* of an older generation */
-  uint64_t dropped_early;    /* saved before the admission's from_sequence */
-  uint64_t dropped_finished; /* after the row's end, or after its mark */
-  uint64_t dropped_repeated; /* a position that was delivered before, or a row twice in a step */
-  uint64_t dropped_bad_row;  /* row index out of range, or a bad count or state */
+  uint64_t dropped_padded;     /* generation 0: a padded row */
+  uint64_t dropped_unadmitted; /* no admission holds this row, or its generation is not out yet */
+  uint64_t dropped_stale;      /* of an older generation */
+  uint64_t dropped_early;      /* saved before the admission's from_sequence */
+  uint64_t dropped_finished;   /* after the row's end, or after its mark */
+  uint64_t dropped_repeated;   /* a position that was delivered before, or a row twice in a step */
+  uint64_t dropped_bad_row;    /* row index out of range, or a bad count or state */
+  uint64_t dropped_chunk;      /* of a prefill chunk that is not the last */
+  uint64_t dropped_adapter;    /* end tokens that the internal adapter does not want */
+  uint64_t dropped_prefill;    /* drafts behind a prefill instance's first token */
+  uint64_t dropped_shielded;   /* of a decode instance's row that is being preempted */
+  uint64_t dropped_warm_up;    /* of warm-up requests */
   uint64_t finals_stop;
   uint64_t finals_length;
   uint64_t finals_abort;
@@ -242,37 +285,55 @@ typedef struct {
   uint64_t bad_tokens;
   uint64_t bad_bytes;
   uint64_t bad_flags;
-  uint64_t pad_[1];
+  uint64_t completions;     /* requests that ended with a result; not those of a prefill instance */
+  uint64_t draft_rows_seen; /* rows of draft steps: what they hold are not tokens */
+  uint64_t draft_rows_delivered;
+  uint64_t prompt_rows;
+  uint64_t poison_slots; /* skipped: they killed this decoder twice */
+  uint64_t spec_rows;    /* rows of speculative steps that emitted */
+  uint64_t
+      spec_heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head; head 0 is the target's own */
+  uint64_t pad_[5];
 } tp_counters;
-TP_ASSERT_SIZE(tp_counters, 192);
+TP_ASSERT_SIZE(tp_counters, 55 * 8);
 
 typedef struct {
   uint64_t slots_done;           /* next ring sequence to decode */
   uint64_t frames;               /* frames written so far */
   uint64_t next_source_sequence; /* source sequences below it are decoded */
-  uint64_t pad_[5];
+  uint64_t pad_[6];
   tp_counters counters;
 } tp_commit;
-TP_ASSERT_SIZE(tp_commit, 2 * TP_LINE_BYTES);
+TP_ASSERT_SIZE(tp_commit, 4 * TP_LINE_BYTES);
 
-/* Latency histograms: one copy, so the turn in hand may be lost at a kill. Bucket b counts
- * values below 2^b microseconds. */
-enum { TP_LATENCY_BUCKETS = 26 };
+/* Histograms: one copy, so the turn in hand may be lost at a kill. The bounds of each are in
+ * histograms.hpp. Sums are kept in the unit that is observed (ns, tokens, or tokens per 1000 s). */
+enum { TP_MAX_BUCKETS = 30 };
 typedef struct {
-  uint64_t count[TP_LATENCY_BUCKETS];
-  uint64_t sum_ns;
-  uint64_t pad_[5];
+  uint64_t count[TP_MAX_BUCKETS];
+  uint64_t sum;
+  uint64_t pad_;
 } tp_histogram;
 TP_ASSERT_SIZE(tp_histogram, 2 * TP_LINE_BYTES);
 
 typedef struct {
-  uint64_t turn; /* decoder k: low bit names the valid copy of all that a turn commits */
-  uint8_t pad_[TP_LINE_BYTES - 8];
+  uint64_t turn;    /* decoder k: low bit names the valid copy of all that a turn commits */
+  uint64_t attempt; /* decoder k: sequence + 1 of the slot that it is decoding, 0 between turns */
+  uint64_t attempt_deaths; /* decoder k: how often that slot has killed it */
+  uint8_t pad_[TP_LINE_BYTES - 24];
   tp_commit commit[2];
   tp_histogram saved_to_published; /* engine's save -> ring */
   tp_histogram saved_to_committed; /* engine's save -> frame readable */
+  tp_histogram time_to_first_token;
+  tp_histogram time_per_output_token;
+  tp_histogram request_queue_time;
+  tp_histogram request_prefill_time;
+  tp_histogram request_decode_time;
+  tp_histogram request_inference_time;
+  tp_histogram request_generation_tokens;
+  tp_histogram request_token_ratio;
 } tp_decoder;
-TP_ASSERT_SIZE(tp_decoder, 9 * TP_LINE_BYTES);
+TP_ASSERT_SIZE(tp_decoder, 29 * TP_LINE_BYTES);
 
 typedef struct {
   uint64_t released; /* client: frames of decoder k below it are done with */
@@ -294,7 +355,7 @@ TP_ASSERT_SIZE(tp_client, (2 + TP_MAX_DECODERS) * TP_LINE_BYTES);
 
 typedef struct {
   uint64_t from_sequence; /* coordinator: applies to source sequences from here on */
-  uint64_t word;          /* coordinator, after it: (generation << 8) | TP_FINISH_* */
+  uint64_t word;          /* coordinator, after it: (generation << 8) | TP_FINISH_* or TP_MARK_* */
 } tp_mark;
 TP_ASSERT_SIZE(tp_mark, 16);
 
@@ -303,6 +364,8 @@ typedef struct {
   uint64_t command_number; /* of the submit; with the generation it tells "applied" */
   uint64_t from_sequence;
   uint64_t arrival_ns;
+  uint64_t preprocess_end_ns; /* 0: unknown, as the next */
+  uint64_t inference_start_ns;
   uint32_t max_tokens;  /* 0: no limit */
   uint32_t num_emitted; /* tokens delivered elsewhere before (positions start there) */
   uint32_t prompt_tokens;
@@ -310,7 +373,13 @@ typedef struct {
   uint32_t id_bytes;
   uint32_t first_block; /* UINT32_MAX: none */
   uint32_t num_blocks;
-  uint32_t pad_[19];
+  uint32_t num_chunks;          /* tokens of all prefill chunks but the last are not delivered */
+  uint32_t flags;               /* TP_ADMISSION_* */
+  uint32_t phase;               /* TP_PHASE_*; the coordinator's own, for its successor */
+  uint64_t acknowledged_before; /* acknowledgements that were there when the engine was told */
+  uint64_t acknowledge_from;    /* the engine was told at this source sequence; UINT64_MAX: never */
+  uint32_t handed_over;         /* 1: prefill_done() was called */
+  uint32_t pad_[7];
 } tp_admission;
 TP_ASSERT_SIZE(tp_admission, TP_LINE_BYTES);
 
@@ -323,9 +392,13 @@ typedef struct {
   uint64_t first_token_ns;
   uint64_t last_token_ns;
   uint64_t num_acknowledged; /* acknowledgements of this generation */
-  uint8_t pad_[24];
+  uint32_t chunks;           /* prefill chunks seen */
+  uint32_t last_send_idx;    /* where the last output began: drafts belong to it */
+  uint32_t spec_steps;       /* speculative steps that emitted */
+  uint32_t pad_[3];
+  uint32_t heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head */
 } tp_progress;
-TP_ASSERT_SIZE(tp_progress, 64);
+TP_ASSERT_SIZE(tp_progress, TP_LINE_BYTES);
 
 typedef struct {
   uint64_t owner; /* coordinator: (row << 32) | generation; generation 0: free */
@@ -356,7 +429,10 @@ typedef struct {
   uint32_t reply_generation;
   uint32_t reply_first_block;
   uint64_t reply_value;
-  uint32_t pad_[6];
+  uint64_t preprocess_end_ns;
+  uint64_t inference_start_ns;
+  uint32_t num_chunks;
+  uint32_t flags; /* TP_ADMISSION_* */
 } tp_command;
 TP_ASSERT_SIZE(tp_command, TP_LINE_BYTES);
 
@@ -365,7 +441,8 @@ TP_ASSERT_SIZE(tp_command, TP_LINE_BYTES);
  *   rows uint32[n], generations uint32[n], states uint8[n], positions int32[n] (flag),
  *   accept_num int32[n] (flag), tokens int32[m], topk_ids int32[m,T], logprobs float32[m,T],
  *   ranks int32[m] (T > 0).
- * Without TP_STEP_ACCEPT m == n. */
+ * Without TP_STEP_ACCEPT m == n. A pooling step has rows, generations, states and logprobs [n,T].
+ */
 typedef struct {
   uint64_t sequence;        /* ring: the reader's, set before it is published */
   uint64_t source_sequence; /* source: the writer's, likewise */
@@ -386,7 +463,9 @@ TP_ASSERT_SIZE(tp_step, TP_LINE_BYTES);
 /* One output frame. Columns follow (n rows, m tokens, T = width, f finals):
  *   row uint32[n], generation uint32[n], send_idx uint32[n], token_offsets uint32[n+1],
  *   finish_reason uint8[n], token_ids int32[m], topk_ids int32[m,T], topk_logprobs float32[m,T],
- *   ranks int32[m] (T > 0), finals tp_final[f], ids uint8[f, max_request_id_bytes]. */
+ *   ranks int32[m] (T > 0), first_token_ns uint64[n], draft_offsets uint32[n+1] and draft_token_ids
+ *   int32[d] (d > 0: drafts behind a prefill instance's first token), finals tp_final[f],
+ *   ids uint8[f, max_request_id_bytes]. A pooling frame has topk_logprobs [n,T] and no tokens. */
 typedef struct {
   uint64_t number;
   uint64_t sequence; /* ring sequence; of a turn without a slot: the next one */
@@ -401,9 +480,11 @@ typedef struct {
   uint32_t num_finals;
   uint32_t message_flag;
   uint32_t has_slot; /* 0: finals of marks only, no step behind it */
-  uint32_t flags;    /* TP_STEP_NOT_NEED_STOP */
+  uint32_t flags;    /* TP_STEP_NOT_NEED_STOP, TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_ACCEPT */
   uint32_t bytes;
-  uint8_t pad_[TP_LINE_BYTES - 84];
+  uint32_t num_drafts;
+  uint32_t num_firsts; /* rows whose first output this is */
+  uint8_t pad_[TP_LINE_BYTES - 92];
 } tp_frame;
 TP_ASSERT_SIZE(tp_frame, TP_LINE_BYTES);
 
@@ -416,9 +497,11 @@ typedef struct {
   uint64_t arrival_ns;
   uint64_t first_token_ns;
   uint64_t last_token_ns;
-  uint8_t pad_[24];
+  uint32_t spec_steps;
+  uint32_t pad_[5];
+  uint32_t heads[TP_MAX_DRAFT_TOKENS];
 } tp_final;
-TP_ASSERT_SIZE(tp_final, 64);
+TP_ASSERT_SIZE(tp_final, TP_LINE_BYTES);
 
 typedef struct {
   uint64_t magic;
@@ -431,7 +514,7 @@ typedef struct {
   uint32_t owner_namespace;
   char boot_id[40];
   uint32_t gone; /* coordinator: 1 when the pipeline has ended for good */
-  uint8_t pad0_[TP_LINE_BYTES * 2 - 140];
+  uint8_t pad0_[TP_LINE_BYTES * 2 - 148];
   uint64_t published; /* writer: steps below it may be read */
   uint8_t pad1_[TP_LINE_BYTES - 8];
   uint64_t released; /* reader: slots of steps below it may be written again */

@@ -47,10 +47,6 @@ public:
     else
       from_dlpack(name, object);
   }
-  ~Borrowed() {
-    if (buffer_.obj != nullptr)
-      PyBuffer_Release(&buffer_);
-  }
   Borrowed(const Borrowed &) = delete;
   Borrowed &operator=(const Borrowed &) = delete;
 
@@ -96,8 +92,9 @@ private:
                              : kind == 'u' ? "uint"
                              : kind == 'f' ? "float"
                                            : "";
-    view.dtype_name =
-        base.empty() ? "'" + format + "'" : base + std::to_string(8 * buffer_.itemsize);
+    const bool is_swapped = format.size() > 1 && (format[0] == '>' || format[0] == '!');
+    view.dtype_name = base.empty() || is_swapped ? "'" + format + "'"
+                                                 : base + std::to_string(8 * buffer_.itemsize);
     set_shape(name, buffer_.ndim);
     for (int i = 0; i < view.ndim; ++i) {
       view.shape[i] = buffer_.shape[i];
@@ -115,10 +112,17 @@ private:
       throw tp::OpArgumentError(name, std::string(name) + " is a " +
                                           Py_TYPE(object.ptr())->tp_name +
                                           ", must be a numpy array or a tensor with DLPack");
-    capsule_ = object.attr("__dlpack__")();
-    auto *tensor = static_cast<DlTensor *>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
-    if (tensor == nullptr)
-      throw py::error_already_set();
+    DlTensor *tensor = nullptr;
+    try {
+      capsule_ = object.attr("__dlpack__")();
+      tensor = static_cast<DlTensor *>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
+      if (tensor == nullptr)
+        throw py::error_already_set();
+    } catch (py::error_already_set &e) {
+      if (!e.matches(PyExc_Exception)) // an interrupt
+        throw;
+      throw tp::OpArgumentError(name, std::string(name) + " cannot be read: " + e.what());
+    }
     constexpr int32_t cpu = 1, cuda_host = 3;
     if (tensor->device.type != cpu && tensor->device.type != cuda_host)
       throw tp::OpArgumentError(name, std::string(name) + " lies on DLPack device type " +
@@ -143,7 +147,16 @@ private:
     view.data = static_cast<uint8_t *>(tensor->data) + tensor->byte_offset;
   }
 
-  Py_buffer buffer_{};
+  // A member of its own, so that it is also released when the constructor throws.
+  struct Buffer : Py_buffer {
+    Buffer() : Py_buffer{} {}
+    ~Buffer() {
+      if (obj != nullptr)
+        PyBuffer_Release(this);
+    }
+  };
+
+  Buffer buffer_;
   py::object capsule_;
 };
 
@@ -164,6 +177,7 @@ private:
   s.block_size = take("block_size");
   s.max_eos_ids = take("max_eos_ids");
   s.max_request_id_bytes = take("max_request_id_bytes");
+  s.max_pooling_floats = take("max_pooling_floats");
   return s;
 }
 
@@ -174,12 +188,14 @@ private:
                   "source_slots"_a = s.source_slots, "command_slots"_a = s.command_slots,
                   "num_blocks"_a = s.num_blocks, "block_size"_a = s.block_size,
                   "max_eos_ids"_a = s.max_eos_ids,
-                  "max_request_id_bytes"_a = s.max_request_id_bytes);
+                  "max_request_id_bytes"_a = s.max_request_id_bytes,
+                  "max_pooling_floats"_a = s.max_pooling_floats);
 }
 
 [[nodiscard]] bool sizes_work(const tp_sizes &s) noexcept {
   const auto power = [](uint32_t n) { return n >= 2 && (n & (n - 1)) == 0; };
-  return s.max_num_seqs >= 1 && s.max_draft_tokens >= 1 && s.num_decoders >= 1 &&
+  return s.max_num_seqs >= 1 && s.max_draft_tokens >= 1 &&
+         s.max_draft_tokens <= TP_MAX_DRAFT_TOKENS && s.num_decoders >= 1 &&
          s.num_decoders <= TP_MAX_DECODERS && s.num_decoders <= s.max_num_seqs &&
          power(s.ring_slots) && power(s.output_slots) && power(s.source_slots) &&
          s.command_slots >= 1 && s.max_request_id_bytes % 8 == 0;
@@ -251,8 +267,8 @@ template <class Head> void write_owner(Head &head, const Owner &owner) {
               std::min(owner.boot_id.size(), sizeof(head.boot_id) - 1));
 }
 
-void format_core(const py::buffer &memory, const py::dict &sizes, const Owner &owner,
-                 int64_t wall_offset_ns, const std::string &config) {
+void format_core(const py::buffer &memory, const py::dict &sizes, const py::dict &options,
+                 const Owner &owner, int64_t wall_offset_ns, const std::string &config) {
   const py::buffer_info info = memory.request(true);
   auto &header = *static_cast<tp_header *>(info.ptr);
   if (config.size() >= sizeof(header.config))
@@ -261,6 +277,10 @@ void format_core(const py::buffer &memory, const py::dict &sizes, const Owner &o
   header.magic = TP_CORE_MAGIC;
   header.total_bytes = static_cast<uint64_t>(info.size);
   header.sizes = sizes_from(sizes);
+  header.options.role = options["role"].cast<uint32_t>();
+  header.options.internal_adapter = options["internal_adapter"].cast<uint32_t>();
+  header.options.enable_draft_logprob = options["enable_draft_logprob"].cast<uint32_t>();
+  header.options.num_speculative_tokens = options["num_speculative_tokens"].cast<uint32_t>();
   header.slot_bytes = tp::slot_bytes(header.sizes);
   header.frame_bytes = tp::frame_bytes(header.sizes);
   header.wall_offset_ns = static_cast<uint64_t>(wall_offset_ns);
@@ -297,6 +317,8 @@ public:
 
   bool claim(double timeout_s) {
     slot = producer_.try_claim();
+    if (slot != nullptr)
+      tp::fault::point("reader.claimed");
     if (slot == nullptr && timeout_s > 0) {
       const py::gil_scoped_release release;
       slot = producer_.claim({spin_ns_, as_ns(timeout_s)});
@@ -364,12 +386,14 @@ public:
 
   void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
             py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
-            py::handle ranks, uint32_t message_flag, bool not_need_stop) {
+            py::handle ranks, py::handle vectors, uint32_t message_flag, bool not_need_stop,
+            bool is_prompt) {
     const Borrowed borrowed_tokens("tokens", tokens),
         borrowed_generations("generations", generations), borrowed_rows("rows", rows),
         borrowed_states("states", states), borrowed_positions("positions", positions),
         borrowed_accept("accept_num", accept_num), borrowed_ids("topk_ids", topk_ids),
-        borrowed_logprobs("logprobs", logprobs), borrowed_ranks("ranks", ranks);
+        borrowed_logprobs("logprobs", logprobs), borrowed_ranks("ranks", ranks),
+        borrowed_vectors("vectors", vectors);
     tp::SaveArguments a;
     a.tokens = borrowed_tokens.view;
     a.generations = borrowed_generations.view;
@@ -380,6 +404,8 @@ public:
     a.topk_ids = borrowed_ids.view;
     a.logprobs = borrowed_logprobs.view;
     a.ranks = borrowed_ranks.view;
+    a.vectors = borrowed_vectors.view;
+    a.is_prompt = is_prompt;
     a.message_flag = message_flag;
     a.not_need_stop = not_need_stop;
     writer_.save(a);
@@ -459,14 +485,20 @@ public:
 
   void post(uint32_t slot, uint32_t kind, double deadline_s, const std::string &id,
             std::vector<int32_t> eos, uint32_t row, uint32_t generation, uint32_t max_tokens,
-            uint32_t num_emitted, uint32_t prompt_tokens, uint32_t num_blocks, uint64_t argument) {
+            uint32_t num_emitted, uint32_t prompt_tokens, uint32_t num_blocks, uint64_t argument,
+            uint32_t num_chunks, uint32_t flags, uint64_t arrival_ns, uint64_t preprocess_end_ns,
+            uint64_t inference_start_ns) {
     if (slot >= core_.sizes.command_slots || id.size() > core_.sizes.max_request_id_bytes ||
         eos.size() > core_.sizes.max_eos_ids)
       throw py::value_error("the command does not fit its slot");
     tp::CommandFields f;
     f.kind = kind;
     f.deadline_ns = as_ns(deadline_s);
-    f.arrival_ns = tp::now_ns();
+    f.arrival_ns = arrival_ns != 0 ? arrival_ns : tp::now_ns();
+    f.preprocess_end_ns = preprocess_end_ns;
+    f.inference_start_ns = inference_start_ns;
+    f.num_chunks = num_chunks;
+    f.flags = flags;
     f.argument = argument;
     f.row = row;
     f.generation = generation;
@@ -493,6 +525,8 @@ public:
     }
     return py::make_tuple(c.status, c.reply_row, c.reply_generation, c.reply_value, blocks);
   }
+  // Lets the coordinator look around at once.
+  void ring() { tp::count_event(core_.role(TP_ROLE_COORDINATOR).bell); }
   void free(uint32_t slot) {
     tp::publish(core_.command(slot).state, static_cast<uint32_t>(TP_COMMAND_FREE));
   }
@@ -539,7 +573,7 @@ public:
                     "arrival_ns"_a = c.arrival_ns, "argument"_a = c.argument, "row"_a = c.row,
                     "generation"_a = c.generation, "num_blocks"_a = c.num_blocks,
                     "prompt_tokens"_a = c.prompt_tokens, "max_tokens"_a = c.max_tokens,
-                    "choice_row"_a = static_cast<uint32_t>(c.choice >> 32),
+                    "flags"_a = c.flags, "choice_row"_a = static_cast<uint32_t>(c.choice >> 32),
                     "choice_generation"_a = static_cast<uint32_t>(c.choice),
                     "id"_a = py::bytes(core_.command_id(i), id_bytes));
   }
@@ -560,8 +594,22 @@ public:
   void release(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) {
     book_.release(row, generation, blocks);
   }
-  void reply(uint32_t i, uint32_t status, uint32_t row, uint32_t generation, uint64_t value) {
-    book_.reply(i, status, row, generation, value);
+  void reply(uint32_t i, uint32_t status, uint32_t row, uint32_t generation, uint64_t value,
+             uint32_t first_block) {
+    book_.reply(i, status, row, generation, value, first_block);
+  }
+  void preempt(uint32_t row, uint32_t generation, uint64_t before, bool shield) {
+    book_.preempt(row, generation, before, shield);
+  }
+  void set_preempted(uint32_t row) { book_.set_preempted(row); }
+  void resume(uint32_t row, uint32_t generation) { book_.resume(row, generation); }
+  void note_acknowledged(uint32_t row, uint64_t before) { book_.note_acknowledged(row, before); }
+  void set_handed_over(uint32_t row) { book_.set_handed_over(row); }
+  [[nodiscard]] std::vector<uint32_t> blocks_of(uint32_t row) const { return book_.blocks_of(row); }
+  void disown(uint32_t block) { book_.disown(block); }
+  void grow(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks, uint32_t last) {
+    if (!blocks.empty())
+      book_.grow(row, generation, blocks, last);
   }
   // (turn, [(row, generation, terminal, acknowledged, num_acknowledged, emitted)])
   [[nodiscard]] py::tuple endings(uint32_t k) const {
@@ -596,7 +644,17 @@ public:
     tp::put(role.turns, tp::get(role.turns) + 1);
     tp::put(core_.header().ticks, tp::get(core_.header().ticks) + 1);
   }
-  void set_epoch(uint32_t role, uint32_t epoch) { tp::put(core_.role(role).epoch, epoch); }
+  // Makes room for a new life of a role: its first heartbeat is told from its predecessor's.
+  void expect_role(uint32_t index) {
+    tp_role &role = core_.role(index);
+    tp::put(role.heartbeat_ns, uint64_t{0});
+    tp::put(role.epoch, tp::get(role.epoch) + 1);
+  }
+  // Tells the engine again of a preemption that a predecessor had only half told.
+  void repeat_preempt(uint32_t row, uint32_t generation) {
+    if (!(tp::observe(source_.control(row)) & TP_CONTROL_PREEMPT))
+      book_.preempt(row, generation, tp::get(core_.admission(row).acknowledged_before), false);
+  }
   void set_state(uint32_t state, uint32_t role, const std::string &reason) {
     tp_header &h = core_.header();
     if (tp::get(h.state) != state)
@@ -607,10 +665,12 @@ public:
     tp::put(h.state_role, role);
     tp::publish(h.state, state);
   }
-  void set_gauges(uint32_t live_rows, uint32_t free_blocks, uint32_t waiting, uint32_t high_water) {
+  void set_gauges(uint32_t live_rows, uint32_t running_rows, uint32_t free_blocks, uint32_t waiting,
+                  uint32_t high_water) {
     tp_header &h = core_.header();
-    if ((tp::get(h.live_rows) == 0) != (live_rows == 0))
-      tp::put(h.running_since_ns, live_rows == 0 ? 0 : tp::now_ns());
+    if ((tp::get(h.running_since_ns) == 0) != (running_rows == 0))
+      tp::put(h.running_since_ns, running_rows == 0 ? 0 : tp::now_ns());
+    tp::put(h.running_rows, running_rows);
     tp::put(h.live_rows, live_rows);
     tp::put(h.free_blocks, free_blocks);
     tp::put(h.waiting_submits, waiting);
@@ -649,8 +709,8 @@ private:
   return {reinterpret_cast<const char *>(&copy), sizeof(copy)};
 }
 
-// [(admitted, freed, terminal, request id, num_blocks)] per row; terminal is that of the admitted
-// life.
+// [(admitted, freed, terminal, request id, num_blocks, flags, phase, acknowledged_before,
+// first_block, handed_over)] per row; terminal is that of the admitted life.
 [[nodiscard]] py::list rows_of(const MappedCore &mapped) {
   const tp::Core &core = mapped.core();
   py::list rows;
@@ -662,8 +722,9 @@ private:
     const uint32_t terminal = tp::get(p.terminal);
     rows.append(py::make_tuple(
         admitted, tp::observe(core.freed(r)), tp::get(p.generation) == admitted ? terminal : 0u,
-        py::bytes(core.id(r), std::min(a.id_bytes, core.sizes.max_request_id_bytes)),
-        a.num_blocks));
+        py::bytes(core.id(r), std::min(a.id_bytes, core.sizes.max_request_id_bytes)), a.flags,
+        tp::get(a.phase), tp::get(a.acknowledged_before), tp::get(a.acknowledge_from) != UINT64_MAX,
+        tp::get(a.handed_over)));
   }
   return rows;
 }
@@ -697,19 +758,31 @@ void announce_role(const MappedCore &mapped, uint32_t index, uint32_t pid, uint6
 void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
   tp_source &head = mapped.map().head();
   tp::put(head.writer_start, start);
-  tp::put(head.writer_epoch, tp::get(head.writer_epoch) + 1);
+  tp::put(head.writer_epoch, tp::get(head.writer_epoch) + (pid != 0 ? 1 : 0)); // 0: it has left
   tp::publish(head.writer_pid, pid);
+}
+
+// A successor of the coordinator that made the segments says who it is.
+void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid, uint64_t start) {
+  for (const auto set : {0, 1}) {
+    uint32_t &owner = set ? core.core().header().owner_pid : source.map().head().owner_pid;
+    uint64_t &since = set ? core.core().header().owner_start : source.map().head().owner_start;
+    tp::put(since, start);
+    tp::put(owner, pid);
+  }
 }
 
 [[nodiscard]] py::dict dtypes() {
   PYBIND11_NUMPY_DTYPE(tp_sizes, max_num_seqs, top_logprobs, max_draft_tokens, num_decoders,
                        ring_slots, output_slots, source_slots, command_slots, num_blocks,
-                       block_size, max_eos_ids, max_request_id_bytes);
-  PYBIND11_NUMPY_DTYPE(tp_header, magic, version, total_bytes, sizes, slot_bytes, frame_bytes,
-                       wall_offset_ns, owner_start, owner_pid, owner_namespace, boot_id, state,
-                       state_role, state_since_ns, health_port, accepting, live_rows, free_blocks,
-                       waiting_submits, rows_high_water, ticks, running_since_ns, swept, reason,
-                       config, pad_);
+                       block_size, max_eos_ids, max_request_id_bytes, max_pooling_floats, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_options, role, internal_adapter, enable_draft_logprob,
+                       num_speculative_tokens);
+  PYBIND11_NUMPY_DTYPE(tp_header, magic, version, total_bytes, sizes, options, slot_bytes,
+                       frame_bytes, wall_offset_ns, owner_start, owner_pid, owner_namespace,
+                       boot_id, state, state_role, state_since_ns, health_port, accepting,
+                       live_rows, free_blocks, waiting_submits, rows_high_water, running_rows,
+                       pad0_, ticks, running_since_ns, swept, reason, config, pad_);
   PYBIND11_NUMPY_DTYPE(tp_bell, bell, waiting, wake_at, since_ns, pad_);
   PYBIND11_NUMPY_DTYPE(tp_role, heartbeat_ns, progress_ns, turns, blocked_ns, blocked_times,
                        start_time, pid, epoch, pad_, bell);
@@ -717,33 +790,41 @@ void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
   PYBIND11_NUMPY_DTYPE(tp_consumer, released, high_water, pad_);
   PYBIND11_NUMPY_DTYPE(tp_counters, steps, rows_seen, tokens_seen, tokens_delivered, dropped_padded,
                        dropped_unadmitted, dropped_stale, dropped_early, dropped_finished,
-                       dropped_repeated, dropped_bad_row, finals_stop, finals_length, finals_abort,
-                       finals_recovery, finals_error, finals_shutdown, acknowledgements, bad_rows,
-                       bad_width, bad_tokens, bad_bytes, bad_flags, pad_);
+                       dropped_repeated, dropped_bad_row, dropped_chunk, dropped_adapter,
+                       dropped_prefill, dropped_shielded, dropped_warm_up, finals_stop,
+                       finals_length, finals_abort, finals_recovery, finals_error, finals_shutdown,
+                       acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
+                       completions, draft_rows_seen, draft_rows_delivered, prompt_rows,
+                       poison_slots, spec_rows, spec_heads, pad_);
   PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
-  PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum_ns, pad_);
-  PYBIND11_NUMPY_DTYPE(tp_decoder, turn, pad_, commit, saved_to_published, saved_to_committed);
+  PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_decoder, turn, attempt, attempt_deaths, pad_, commit, saved_to_published,
+                       saved_to_committed, time_to_first_token, time_per_output_token,
+                       request_queue_time, request_prefill_time, request_decode_time,
+                       request_inference_time, request_generation_tokens, request_token_ratio);
   PYBIND11_NUMPY_DTYPE(tp_output, released, pad_);
   PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns, pad_, bell,
                        output);
   PYBIND11_NUMPY_DTYPE(tp_mark, from_sequence, word);
-  PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, max_tokens,
-                       num_emitted, prompt_tokens, num_eos, id_bytes, first_block, num_blocks,
-                       pad_);
+  PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, preprocess_end_ns,
+                       inference_start_ns, max_tokens, num_emitted, prompt_tokens, num_eos,
+                       id_bytes, first_block, num_blocks, num_chunks, flags, phase,
+                       acknowledged_before, acknowledge_from, handed_over, pad_);
   PYBIND11_NUMPY_DTYPE(tp_progress, generation, terminal, emitted, acknowledged, first_token_ns,
-                       last_token_ns, num_acknowledged, pad_);
+                       last_token_ns, num_acknowledged, chunks, last_send_idx, spec_steps, pad_,
+                       heads);
   PYBIND11_NUMPY_DTYPE(tp_block, owner, next, pad_);
   PYBIND11_NUMPY_DTYPE(tp_command, state, kind, number, choice, deadline_ns, arrival_ns, argument,
                        row, generation, max_tokens, num_emitted, prompt_tokens, num_blocks, num_eos,
                        id_bytes, status, reply_row, reply_generation, reply_first_block,
-                       reply_value, pad_);
+                       reply_value, preprocess_end_ns, inference_start_ns, num_chunks, flags);
   PYBIND11_NUMPY_DTYPE(tp_step, sequence, source_sequence, saved_ns, published_ns, saved_tokens,
                        num_rows, num_tokens, width, flags, message_flag, body_bytes, bad, pad_);
   PYBIND11_NUMPY_DTYPE(tp_frame, number, sequence, source_sequence, saved_ns, published_ns,
                        committed_ns, decoder, num_rows, num_tokens, width, num_finals, message_flag,
-                       has_slot, flags, bytes, pad_);
+                       has_slot, flags, bytes, num_drafts, num_firsts, pad_);
   PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
-                       first_token_ns, last_token_ns, pad_);
+                       first_token_ns, last_token_ns, spec_steps, pad_, heads);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
                        owner_pid, owner_namespace, boot_id, gone, pad0_, published, pad1_, released,
                        pad2_, reader_bell, writer_bell, writer_pid, writer_epoch, writer_start,
@@ -779,11 +860,12 @@ void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
 }
 
 // Offsets of a frame's columns from its head.
-[[nodiscard]] py::tuple frame_columns(uint64_t n, uint64_t m, uint64_t width, uint64_t finals,
-                                      uint64_t id_bytes) {
-  const tp::FrameColumns c(n, m, width, finals, id_bytes);
+[[nodiscard]] py::tuple frame_columns(uint64_t n, uint64_t m, uint64_t width, uint64_t drafts,
+                                      uint64_t finals, uint64_t id_bytes, uint32_t flags) {
+  const tp::FrameColumns c(n, m, width, drafts, finals, id_bytes, flags);
   return py::make_tuple(c.row, c.generation, c.send_idx, c.token_offsets, c.finish_reason,
-                        c.token_ids, c.topk_ids, c.topk_logprobs, c.ranks, c.finals, c.ids);
+                        c.token_ids, c.topk_ids, c.topk_logprobs, c.ranks, c.finals, c.ids,
+                        c.first_token_ns, c.draft_offsets, c.draft_token_ids);
 }
 
 // The same for a step.
@@ -827,7 +909,16 @@ PYBIND11_MODULE(_native, m) {
   m.attr("CORE_PID_OFFSET") = offsetof(tp_header, owner_pid);
   m.attr("SOURCE_PID_OFFSET") = offsetof(tp_source, owner_pid);
   m.attr("HEADER_BYTES") = sizeof(tp_header);
-  m.attr("LATENCY_BUCKETS") = static_cast<int>(TP_LATENCY_BUCKETS);
+  m.attr("MAX_DRAFT_TOKENS") = static_cast<int>(TP_MAX_DRAFT_TOKENS);
+  // Upper bounds of each histogram's buckets, in the unit that is counted (histograms.hpp).
+  m.attr("BOUNDS") = py::dict(
+      "saved_to_published"_a = tp::latency_bounds, "saved_to_committed"_a = tp::latency_bounds,
+      "time_to_first_token"_a = tp::first_token_bounds,
+      "time_per_output_token"_a = tp::per_token_bounds, "request_queue_time"_a = tp::request_bounds,
+      "request_prefill_time"_a = tp::request_bounds, "request_decode_time"_a = tp::request_bounds,
+      "request_inference_time"_a = tp::request_bounds,
+      "request_generation_tokens"_a = tp::token_count_bounds,
+      "request_token_ratio"_a = tp::token_rate_bounds);
 
   m.def("dtypes", [dtypes = py::object()]() mutable {
     if (!dtypes) // pybind11 registers each dtype once per process
@@ -837,6 +928,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("plan", &plan, "sizes"_a);
   m.def("frame_columns", &frame_columns);
   m.def("step_columns", &step_columns);
+  m.def("arm_fault", &tp::fault::arm, "point"_a, "nth"_a, "signal"_a);
+  m.def("fault_point", [](const std::string &name) { tp::fault::point(name.c_str()); });
   m.def("now_ns", [] { return tp::now_ns(); });
   m.def("commit_bytes", &commit_bytes, "core"_a, "decoder"_a);
   m.def("saved_tokens", &saved_tokens, "source"_a);
@@ -849,16 +942,18 @@ PYBIND11_MODULE(_native, m) {
   m.def("swept",
         [](const MappedCore &c, uint32_t k) { return tp::observe(c.core().header().swept[k]); });
   m.def("announce_role", &announce_role, "core"_a, "role"_a, "pid"_a, "start"_a);
+  m.def("set_owner", &set_owner, "core"_a, "source"_a, "pid"_a, "start"_a);
   m.def("announce_writer", &announce_writer, "source"_a, "pid"_a, "start"_a);
   m.def(
       "format_core",
-      [](const py::buffer &memory, const py::dict &sizes, uint32_t pid, uint32_t pid_namespace,
-         uint64_t start, const std::string &boot_id, int64_t wall_offset_ns,
+      [](const py::buffer &memory, const py::dict &sizes, const py::dict &options, uint32_t pid,
+         uint32_t pid_namespace, uint64_t start, const std::string &boot_id, int64_t wall_offset_ns,
          const std::string &config) {
-        format_core(memory, sizes, {pid, pid_namespace, start, boot_id}, wall_offset_ns, config);
+        format_core(memory, sizes, options, {pid, pid_namespace, start, boot_id}, wall_offset_ns,
+                    config);
       },
-      "memory"_a, "sizes"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a, "wall_offset_ns"_a,
-      "config"_a);
+      "memory"_a, "sizes"_a, "options"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a,
+      "wall_offset_ns"_a, "config"_a);
   m.def(
       "format_source",
       [](const py::buffer &memory, const py::dict &sizes, uint32_t pid, uint32_t pid_namespace,
@@ -895,7 +990,8 @@ PYBIND11_MODULE(_native, m) {
       .def("save", &PyWriter::save, "tokens"_a, "generations"_a, "rows"_a = py::none(),
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
            "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
-           "message_flag"_a = 3, "not_need_stop"_a = true)
+           "vectors"_a = py::none(), "message_flag"_a = 3, "not_need_stop"_a = true,
+           "is_prompt"_a = false)
       .def("note", &PyWriter::note, "rows"_a, "generations"_a, "count"_a)
       .def("poll", &PyWriter::poll)
       .def("beat", &PyWriter::beat, "busy"_a)
@@ -920,10 +1016,12 @@ PYBIND11_MODULE(_native, m) {
       .def("post", &PyClient::post, "slot"_a, "kind"_a, py::kw_only(), "deadline_s"_a = 0.0,
            "id"_a = "", "eos"_a = std::vector<int32_t>{}, "row"_a = UINT32_MAX, "generation"_a = 0,
            "max_tokens"_a = 0, "num_emitted"_a = 0, "prompt_tokens"_a = 0, "num_blocks"_a = 0,
-           "argument"_a = 0)
+           "argument"_a = 0, "num_chunks"_a = 0, "flags"_a = 0, "arrival_ns"_a = 0,
+           "preprocess_end_ns"_a = 0, "inference_start_ns"_a = 0)
       .def("wait_for_reply", &PyClient::wait_for_reply, "slot"_a, "timeout_s"_a)
       .def("reply", &PyClient::reply, "slot"_a)
       .def("free", &PyClient::free, "slot"_a)
+      .def("ring", &PyClient::ring)
       .def("command_state", &PyClient::command_state, "slot"_a)
       .def("announce", &PyClient::announce, "pid"_a, "start"_a)
       .def("committed", &PyClient::committed, "decoder"_a);
@@ -941,7 +1039,15 @@ PYBIND11_MODULE(_native, m) {
       .def("mark", &PyBook::mark, "row"_a, "generation"_a, "reason"_a)
       .def("release", &PyBook::release, "row"_a, "generation"_a, "blocks"_a)
       .def("reply", &PyBook::reply, "slot"_a, "status"_a, "row"_a = UINT32_MAX, "generation"_a = 0,
-           "value"_a = 0)
+           "value"_a = 0, "first_block"_a = UINT32_MAX)
+      .def("preempt", &PyBook::preempt, "row"_a, "generation"_a, "before"_a, "shield"_a)
+      .def("set_preempted", &PyBook::set_preempted, "row"_a)
+      .def("resume", &PyBook::resume, "row"_a, "generation"_a)
+      .def("note_acknowledged", &PyBook::note_acknowledged, "row"_a, "before"_a)
+      .def("set_handed_over", &PyBook::set_handed_over, "row"_a)
+      .def("blocks_of", &PyBook::blocks_of, "row"_a)
+      .def("disown", &PyBook::disown, "block"_a)
+      .def("grow", &PyBook::grow, "row"_a, "generation"_a, "blocks"_a, "last"_a)
       .def("endings", &PyBook::endings, "decoder"_a)
       .def("turn", &PyBook::turn, "decoder"_a)
       .def("set_swept", &PyBook::set_swept, "decoder"_a, "turn"_a)
@@ -950,10 +1056,11 @@ PYBIND11_MODULE(_native, m) {
       .def("wait", &PyBook::wait, "seen"_a, "timeout_s"_a)
       .def("ring", &PyBook::ring)
       .def("beat", &PyBook::beat)
-      .def("set_epoch", &PyBook::set_epoch, "role"_a, "epoch"_a)
+      .def("expect_role", &PyBook::expect_role, "index"_a)
+      .def("repeat_preempt", &PyBook::repeat_preempt, "row"_a, "generation"_a)
       .def("set_state", &PyBook::set_state, "state"_a, "role"_a, "reason"_a)
-      .def("set_gauges", &PyBook::set_gauges, "live_rows"_a, "free_blocks"_a, "waiting"_a,
-           "high_water"_a)
+      .def("set_gauges", &PyBook::set_gauges, "live_rows"_a, "running_rows"_a, "free_blocks"_a,
+           "waiting"_a, "high_water"_a)
       .def("set_health_port", &PyBook::set_health_port, "port"_a)
       .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
       .def("set_gone", &PyBook::set_gone);

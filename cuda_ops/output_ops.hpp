@@ -17,15 +17,17 @@ namespace tp {
 
 // What a save is given. Absent tensors have ndim 0.
 struct SaveArguments {
-  Tensor tokens;      // [n], or [n, D] with accept_num
-  Tensor accept_num;  // [n]
-  Tensor topk_ids;    // [n, T], or [n, D, T] with accept_num
-  Tensor logprobs;    // the same shape
-  Tensor ranks;       // [n], or [n, D]
-  Tensor rows;        // [n]; absent: 0..n-1
-  Tensor generations; // [n]
-  Tensor states;      // [n]; absent: all TP_ROW_TOKEN
-  Tensor positions;   // [n]; absent: not checked
+  Tensor tokens;          // [n], or [n, D] with accept_num
+  Tensor accept_num;      // [n]
+  Tensor topk_ids;        // [n, T], or [n, D, T] with accept_num
+  Tensor logprobs;        // the same shape
+  Tensor ranks;           // [n], or [n, D]
+  Tensor rows;            // [n]; absent: 0..n-1
+  Tensor generations;     // [n]
+  Tensor states;          // [n]; absent: all TP_ROW_TOKEN
+  Tensor positions;       // [n]; absent: not checked
+  Tensor vectors;         // [n, V]: a pooling step, which has neither tokens nor candidates
+  bool is_prompt = false; // tokens are [m] prompt tokens, accept_num [n] says whose
   uint32_t message_flag = 3;
   bool not_need_stop = true;
 };
@@ -68,12 +70,24 @@ public:
       flags |= TP_STEP_POSITIONS;
     if (a.not_need_stop)
       flags |= TP_STEP_NOT_NEED_STOP;
+    if (a.vectors.is_there())
+      flags |= TP_STEP_POOLING;
+    if (a.is_prompt)
+      flags |= TP_STEP_PROMPT;
     // Which rows run and how many tokens each has decides where the later columns lie.
     const StepColumns head(shape.n, 0, 0, flags);
     fill_rows(a, shape, step, head, sizes);
     const uint64_t m = flags & TP_STEP_ACCEPT ? fill_accept(a, shape, step, head) : shape.n;
     const StepColumns at(shape.n, m, shape.width, flags);
-    fill_tokens(a, shape, step, at);
+    if (flags & TP_STEP_POOLING)
+      copy_block(a.vectors, 0, 0, a.vectors.shape[0], a.vectors.shape[1],
+                 [to = column<float>(step, at.logprobs), &a](int64_t from, int64_t c,
+                                                             int64_t stride) mutable {
+                   copy_as_float(to, a.vectors, from, c, stride);
+                   to += c;
+                 });
+    else
+      fill_tokens(a, shape, step, at);
     step.source_sequence = published_;
     step.saved_ns = now_ns();
     step.num_rows = static_cast<uint32_t>(shape.n);
@@ -83,14 +97,17 @@ public:
     step.message_flag = a.message_flag;
     step.body_bytes = static_cast<uint32_t>(at.end - sizeof(tp_step));
     step.bad = TP_BAD_NONE;
-    saved_tokens_ += count_tokens(step, at, flags);
+    if (a.message_flag == TP_MESSAGE_TARGET && !(flags & (TP_STEP_POOLING | TP_STEP_PROMPT)))
+      saved_tokens_ += count_tokens(step, at, flags);
     step.saved_tokens = saved_tokens_;
     ++published_;
+    fault::point("writer.filled");
     tp_source &source = source_.head();
     put(source.beat_ns, step.saved_ns);
     put(source.busy, uint64_t{0});
     // SYNC POINT: source cursor - release: the step's bytes are visible to whoever sees the cursor
     publish(source.published, published_);
+    fault::point("writer.published");
     ring_bell(source.reader_bell);
   }
 
@@ -106,25 +123,28 @@ public:
       known_[row] = generation;
   }
 
-  // Calls act(row, generation, bits) for every control bit that was not reported before.
+  // Calls act(row, generation, bits) for every control bit that was not reported before. A second
+  // preemption of one life is told from the first by its count.
   template <class Act> void poll(Act &&act) {
+    constexpr uint64_t bits_mask = 0xff, count_mask = 0xffffff00;
     for (uint32_t row = 0; row < source_.sizes.max_num_seqs; ++row) {
       // SYNC POINT: control word - acquire: one word, nothing behind it
-      const uint64_t word = observe(source_.control(row));
-      if (word == reported_[row])
+      const uint64_t word = observe(source_.control(row)), told = reported_[row];
+      if (word == told)
         continue;
-      const uint32_t generation = static_cast<uint32_t>(word >> 8), bits = word & 0xff;
-      const uint32_t told = static_cast<uint32_t>(reported_[row] >> 8);
-      uint32_t old_bits = reported_[row] & 0xff;
-      if (generation != told) {
+      const auto generation = static_cast<uint32_t>(word >> 32);
+      uint64_t old_bits = told & bits_mask;
+      if (generation != told >> 32) {
         if (known_[row] != 0 && known_[row] < generation &&
-            !(told == known_[row] && old_bits & TP_CONTROL_FINISHED))
+            !(told >> 32 == known_[row] && old_bits & TP_CONTROL_FINISHED))
           act(row, known_[row], static_cast<uint32_t>(TP_CONTROL_FINISHED));
         old_bits = 0;
+      } else if ((word & count_mask) != (told & count_mask)) {
+        old_bits &= ~uint64_t{TP_CONTROL_PREEMPT};
       }
       reported_[row] = word;
-      if (bits & ~old_bits)
-        act(row, generation, bits & ~old_bits);
+      if (const uint64_t news = word & bits_mask & ~old_bits)
+        act(row, generation, static_cast<uint32_t>(news));
     }
   }
 
@@ -167,6 +187,13 @@ private:
 
   [[nodiscard]] static Shape check(const SaveArguments &a, const tp_sizes &sizes) {
     constexpr const char *ints = "int32 or int64", *floats = "float32, float16 or bfloat16";
+    if (a.message_flag != TP_MESSAGE_TARGET && a.message_flag != TP_MESSAGE_DRAFT)
+      throw OpArgumentError("message_flag", "message_flag is " + std::to_string(a.message_flag) +
+                                                ", must be 3 (target) or 4 (draft)");
+    if (a.vectors.is_there())
+      return check_pooling(a, sizes);
+    if (a.is_prompt)
+      return check_prompt(a, sizes);
     const bool speculative = a.accept_num.is_there();
     const int extra = speculative ? 1 : 0;
     if (a.tokens.ndim != 1 + extra)
@@ -186,12 +213,7 @@ private:
     expect("generations", a.generations, false, 1, {n, 0, 0}, ints);
     if (speculative)
       expect("accept_num", a.accept_num, false, 1, {n, 0, 0}, ints);
-    if (a.rows.is_there())
-      expect("rows", a.rows, false, 1, {n, 0, 0}, ints);
-    if (a.states.is_there())
-      expect("states", a.states, false, 1, {n, 0, 0}, "uint8, int32 or int64");
-    if (a.positions.is_there())
-      expect("positions", a.positions, false, 1, {n, 0, 0}, ints);
+    check_rows(a, n);
     int64_t width = 0;
     if (a.topk_ids.is_there() || a.logprobs.is_there() || a.ranks.is_there()) {
       if (a.topk_ids.ndim != 2 + extra)
@@ -210,9 +232,61 @@ private:
     return {static_cast<uint64_t>(n), static_cast<uint64_t>(depth), static_cast<uint64_t>(width)};
   }
 
+  static void check_rows(const SaveArguments &a, int64_t n) {
+    if (a.rows.is_there())
+      expect("rows", a.rows, false, 1, {n, 0, 0}, "int32 or int64");
+    if (a.states.is_there())
+      expect("states", a.states, false, 1, {n, 0, 0}, "uint8, int32 or int64");
+    if (a.positions.is_there())
+      expect("positions", a.positions, false, 1, {n, 0, 0}, "int32 or int64");
+  }
+
+  static void check_count(const char *name, const char *what, int64_t found, int64_t most,
+                          const char *limit) {
+    if (found > most)
+      throw OpArgumentError(name, std::string(name) + " has " + std::to_string(found) + " " + what +
+                                      ", " + limit + " is " + std::to_string(most));
+  }
+
+  [[nodiscard]] static Shape check_pooling(const SaveArguments &a, const tp_sizes &sizes) {
+    if (a.vectors.ndim != 2)
+      throw OpArgumentError("vectors", "vectors is " + shown(a.vectors) +
+                                           ", must have two dimensions [rows, floats]");
+    const int64_t n = a.vectors.shape[0], floats = a.vectors.shape[1];
+    check_count("vectors", "rows", n, sizes.max_num_seqs, "max_num_seqs");
+    check_count("vectors", "floats", floats, sizes.max_pooling_floats, "max_pooling_floats");
+    expect("vectors", a.vectors, true, 2, {n, floats, 0}, "float32, float16 or bfloat16");
+    expect("generations", a.generations, false, 1, {n, 0, 0}, "int32 or int64");
+    check_rows(a, n);
+    return {static_cast<uint64_t>(n), 1, static_cast<uint64_t>(floats)};
+  }
+
+  // Prompt tokens come packed: `accept_num` of row i says how many of the m are its own.
+  [[nodiscard]] static Shape check_prompt(const SaveArguments &a, const tp_sizes &sizes) {
+    const int64_t n = a.accept_num.shape[0], m = a.tokens.shape[0], width = a.topk_ids.shape[1];
+    expect("accept_num", a.accept_num, false, 1, {n, 0, 0}, "int32 or int64");
+    check_count("accept_num", "rows", n, sizes.max_num_seqs, "max_num_seqs");
+    check_count("tokens", "prompt tokens", m, static_cast<int64_t>(max_prompt_tokens(sizes)),
+                "the most that one step holds");
+    check_count("topk_ids", "columns", width, int64_t{sizes.top_logprobs} + 1, "top_logprobs + 1");
+    expect("tokens", a.tokens, false, 1, {m, 0, 0}, "int32 or int64");
+    expect("generations", a.generations, false, 1, {n, 0, 0}, "int32 or int64");
+    expect("positions", a.positions, false, 1, {n, 0, 0}, "int32 or int64");
+    expect("topk_ids", a.topk_ids, false, 2, {m, width, 0}, "int32 or int64");
+    expect("logprobs", a.logprobs, true, 2, {m, width, 0}, "float32, float16 or bfloat16");
+    expect("ranks", a.ranks, false, 1, {m, 0, 0}, "int32 or int64");
+    check_rows(a, n);
+    return {static_cast<uint64_t>(n), static_cast<uint64_t>(m), static_cast<uint64_t>(width)};
+  }
+
+  [[noreturn]] static void refuse_outside_int32(const char *name, const Tensor &t) {
+    throw OpArgumentError(name, std::string(name) + " holds " + first_outside_int32(t) +
+                                    ", which is outside int32");
+  }
+
   static void copy_column(const char *name, int32_t *to, const Tensor &t, uint64_t n) {
     if (!copy_ints(to, t, 0, static_cast<int64_t>(n), t.stride[0]))
-      throw OpArgumentError(name, std::string(name) + " holds a value outside int32");
+      refuse_outside_int32(name, t);
   }
 
   void fill_rows(const SaveArguments &a, const Shape &shape, tp_step &step, const StepColumns &at,
@@ -242,10 +316,13 @@ private:
     if (a.states.is_there())
       for (uint64_t i = 0; i < shape.n; ++i) {
         int32_t state = -1;
-        if (!copy_ints(&state, a.states, static_cast<int64_t>(i) * a.states.stride[0], 1, 1) ||
-            state < TP_ROW_TOKEN || state > TP_ROW_ACKNOWLEDGED)
-          throw OpArgumentError("states", "states[" + std::to_string(i) + "] is " +
-                                              std::to_string(state) + ", must be 0 to 3");
+        const bool fits =
+            copy_ints(&state, a.states, static_cast<int64_t>(i) * a.states.stride[0], 1, 1);
+        if (!fits || state < TP_ROW_TOKEN || state > TP_ROW_ACKNOWLEDGED)
+          throw OpArgumentError("states",
+                                "states[" + std::to_string(i) + "] is " +
+                                    (fits ? std::to_string(state) : first_outside_int32(a.states)) +
+                                    ", must be 0 to 3");
         states[i] = static_cast<uint8_t>(state);
       }
     if (a.positions.is_there())
@@ -255,6 +332,7 @@ private:
   // Returns how many tokens the rows accepted in all.
   static uint64_t fill_accept(const SaveArguments &a, const Shape &shape, tp_step &step,
                               const StepColumns &at) {
+    // (of a prompt step `depth` is the number of all its tokens)
     int32_t *accept = column<int32_t>(step, at.accept_num);
     copy_column("accept_num", accept, a.accept_num, shape.n);
     const uint8_t *states = column<uint8_t>(step, at.states);
@@ -268,13 +346,16 @@ private:
         accept[i] = 0;
       m += static_cast<uint64_t>(accept[i]);
     }
+    if (a.is_prompt && m != shape.depth)
+      throw OpArgumentError("accept_num", "accept_num adds up to " + std::to_string(m) +
+                                              ", tokens has " + std::to_string(shape.depth));
     return m;
   }
 
   static void fill_tokens(const SaveArguments &a, const Shape &shape, tp_step &step,
                           const StepColumns &at) {
     const int32_t *accept =
-        a.accept_num.is_there() ? column<int32_t>(step, at.accept_num) : nullptr;
+        a.accept_num.is_there() && !a.is_prompt ? column<int32_t>(step, at.accept_num) : nullptr;
     int32_t *tokens = column<int32_t>(step, at.tokens);
     int32_t *ids = column<int32_t>(step, at.topk_ids);
     float *logprobs = column<float>(step, at.logprobs);
@@ -284,8 +365,7 @@ private:
     // Whole columns where every row has one token; a packed row after row otherwise.
     const uint64_t pieces = accept ? shape.n : 1;
     for (uint64_t i = 0; i < pieces; ++i) {
-      const int64_t row = static_cast<int64_t>(i),
-                    count = accept ? accept[i] : static_cast<int64_t>(shape.n);
+      const int64_t row = static_cast<int64_t>(i), count = accept ? accept[i] : a.tokens.shape[0];
       if (count == 0)
         continue;
       const int along = accept ? 1 : 0; // the dimension that `count` walks
@@ -307,12 +387,13 @@ private:
                  });
     }
     if (!fit)
-      throw OpArgumentError("tokens", "tokens holds an id outside int32");
+      refuse_outside_int32("tokens", a.tokens);
     if (!ids_fit)
-      throw OpArgumentError("topk_ids", "topk_ids holds an id outside int32");
+      refuse_outside_int32("topk_ids", a.topk_ids);
     if (!ranks_fit)
-      throw OpArgumentError("ranks", "ranks holds a rank outside int32");
-    check_ids(step, at, accept, shape.n);
+      refuse_outside_int32("ranks", a.ranks);
+    if (!a.is_prompt)
+      check_ids(step, at, accept, shape.n);
   }
 
   // A [count, width] block of `t` in as few pieces as its strides allow.
@@ -386,11 +467,16 @@ public:
   // that fails the checks becomes an empty slot that says why, so that it is counted, not lost.
   void get_any(tp_step &slot) noexcept {
     const tp_step head = source_.slot(next_);
-    if (head.width == 0)
-      get_output(head, slot);
-    else
-      get_output_topk(head, slot);
+    const bool speculative = head.flags & TP_STEP_ACCEPT, candidates = head.width != 0;
+    const uint32_t bad = head.flags & TP_STEP_POOLING  ? check_pooling(head)
+                         : head.flags & TP_STEP_PROMPT ? check_prompt_logprobs(head)
+                         : speculative && candidates   ? check_speculate_topk(head)
+                         : speculative                 ? check_speculate(head)
+                         : candidates                  ? check_topk(head)
+                                                       : check_plain(head);
+    take(head, slot, bad == TP_BAD_NONE ? check_body(head) : bad);
     slot.source_sequence = next_;
+    fault::point("reader.filled");
   }
 
   // Hands the taken step back to the writer. After the slot is published: a reader killed between
@@ -398,20 +484,66 @@ public:
   void release() noexcept { release(next_ + 1); }
 
 private:
-  // Tokens alone: tp_step and its rows, no logprob columns.
-  void get_output(const tp_step &head, tp_step &slot) noexcept {
-    take(head, slot, head.width == 0 ? TP_BAD_NONE : TP_BAD_WIDTH);
+  // get_output: a token a row.
+  [[nodiscard]] uint32_t check_plain(const tp_step &head) const noexcept {
+    return head.num_tokens == head.num_rows ? TP_BAD_NONE : TP_BAD_TOKENS;
   }
 
-  // Tokens with 1 to top_logprobs + 1 columns of candidates.
-  void get_output_topk(const tp_step &head, tp_step &slot) noexcept {
-    const bool fits = head.width >= 1 && head.width <= source_.sizes.top_logprobs + 1;
-    take(head, slot, fits ? TP_BAD_NONE : TP_BAD_WIDTH);
+  // get_output_topk: with 1 to top_logprobs + 1 candidates each.
+  [[nodiscard]] uint32_t check_topk(const tp_step &head) const noexcept {
+    if (head.width > source_.sizes.top_logprobs + 1)
+      return TP_BAD_WIDTH;
+    return check_plain(head);
+  }
+
+  // speculate_get_output: up to max_draft_tokens a row, packed.
+  [[nodiscard]] uint32_t check_speculate(const tp_step &head) const noexcept {
+    const uint64_t most = uint64_t{head.num_rows} * source_.sizes.max_draft_tokens;
+    return head.num_tokens <= most ? TP_BAD_NONE : TP_BAD_TOKENS;
+  }
+
+  // speculate_get_output_topk
+  [[nodiscard]] uint32_t check_speculate_topk(const tp_step &head) const noexcept {
+    if (head.width > source_.sizes.top_logprobs + 1)
+      return TP_BAD_WIDTH;
+    return check_speculate(head);
+  }
+
+  // A vector a row.
+  [[nodiscard]] uint32_t check_pooling(const tp_step &head) const noexcept {
+    if (head.width > source_.sizes.max_pooling_floats)
+      return TP_BAD_WIDTH;
+    if (head.flags & (TP_STEP_ACCEPT | TP_STEP_PROMPT) || head.message_flag != TP_MESSAGE_TARGET)
+      return TP_BAD_FLAGS;
+    return check_plain(head);
+  }
+
+  // Candidates of prompt tokens, packed; positions say where each row's piece begins.
+  [[nodiscard]] uint32_t check_prompt_logprobs(const tp_step &head) const noexcept {
+    if (head.width > source_.sizes.top_logprobs + 1)
+      return TP_BAD_WIDTH;
+    constexpr uint32_t needed = TP_STEP_ACCEPT | TP_STEP_POSITIONS;
+    if ((head.flags & needed) != needed || head.message_flag != TP_MESSAGE_TARGET)
+      return TP_BAD_FLAGS;
+    return head.num_tokens <= max_prompt_tokens(source_.sizes) ? TP_BAD_NONE : TP_BAD_TOKENS;
+  }
+
+  // What holds in every mode. The body must be as long as its counts say, to the byte.
+  [[nodiscard]] uint32_t check_body(const tp_step &head) const noexcept {
+    constexpr uint32_t known = TP_STEP_ACCEPT | TP_STEP_POSITIONS | TP_STEP_NOT_NEED_STOP |
+                               TP_STEP_POOLING | TP_STEP_PROMPT;
+    if (head.flags & ~known ||
+        (head.message_flag != TP_MESSAGE_TARGET && head.message_flag != TP_MESSAGE_DRAFT))
+      return TP_BAD_FLAGS;
+    if (head.num_rows > source_.sizes.max_num_seqs)
+      return TP_BAD_ROWS;
+    const StepColumns at(head.num_rows, head.num_tokens, head.width, head.flags);
+    if (at.end - sizeof(tp_step) != head.body_bytes || at.end > source_.slot_size)
+      return TP_BAD_BYTES;
+    return TP_BAD_NONE;
   }
 
   void take(const tp_step &head, tp_step &slot, uint32_t bad) noexcept {
-    if (bad == TP_BAD_NONE)
-      bad = examine(head);
     const uint32_t body = bad == TP_BAD_NONE ? head.body_bytes : 0;
     slot = head;
     std::memcpy(column<uint8_t>(slot, sizeof(tp_step)),
@@ -421,28 +553,11 @@ private:
     slot.bad = bad;
   }
 
-  [[nodiscard]] uint32_t examine(const tp_step &head) const noexcept {
-    const tp_sizes &sizes = source_.sizes;
-    constexpr uint32_t known = TP_STEP_ACCEPT | TP_STEP_POSITIONS | TP_STEP_NOT_NEED_STOP;
-    if (head.flags & ~known || (head.message_flag != 3 && head.message_flag != 4))
-      return TP_BAD_FLAGS;
-    if (head.num_rows > sizes.max_num_seqs)
-      return TP_BAD_ROWS;
-    const uint64_t most = head.flags & TP_STEP_ACCEPT
-                              ? uint64_t{head.num_rows} * sizes.max_draft_tokens
-                              : head.num_rows;
-    if (head.num_tokens > most || (!(head.flags & TP_STEP_ACCEPT) && head.num_tokens != most))
-      return TP_BAD_TOKENS;
-    const StepColumns at(head.num_rows, head.num_tokens, head.width, head.flags);
-    if (at.end - sizeof(tp_step) != head.body_bytes || at.end > source_.slot_size)
-      return TP_BAD_BYTES;
-    return TP_BAD_NONE;
-  }
-
   void release(uint64_t sequence) noexcept {
     next_ = sequence;
     // SYNC POINT: source released - release: the steps below it are copied
     publish(source_.head().released, sequence);
+    fault::point("reader.released");
     ring_bell_at(source_.head().writer_bell, sequence);
   }
 

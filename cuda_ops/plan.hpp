@@ -2,6 +2,7 @@
 // from the sizes alone, so every process computes the same ones; nothing shared is a pointer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -36,37 +37,43 @@ struct StepColumns {
   uint64_t rows, generations, states, positions, accept_num, tokens, topk_ids, logprobs, ranks, end;
 
   StepColumns(uint64_t n, uint64_t m, uint64_t width, uint32_t flags) noexcept {
+    const bool pooling = flags & TP_STEP_POOLING;
     Cursor at(sizeof(tp_step));
     rows = at.take(4 * n);
     generations = at.take(4 * n);
     states = at.take(n);
     positions = at.take(flags & TP_STEP_POSITIONS ? 4 * n : 0);
     accept_num = at.take(flags & TP_STEP_ACCEPT ? 4 * n : 0);
-    tokens = at.take(4 * m);
-    topk_ids = at.take(4 * m * width);
+    tokens = at.take(pooling ? 0 : 4 * m);
+    topk_ids = at.take(pooling ? 0 : 4 * m * width);
     logprobs = at.take(4 * m * width);
-    ranks = at.take(width ? 4 * m : 0);
+    ranks = at.take(width && !pooling ? 4 * m : 0);
     end = at.end();
   }
 };
 
 // Columns of a frame, as offsets from its tp_frame.
 struct FrameColumns {
-  uint64_t row, generation, send_idx, token_offsets, finish_reason, token_ids, topk_ids,
-      topk_logprobs, ranks, finals, ids, end;
+  uint64_t row, generation, send_idx, token_offsets, finish_reason, first_token_ns, token_ids,
+      topk_ids, topk_logprobs, ranks, draft_offsets, draft_token_ids, finals, ids, end;
 
-  FrameColumns(uint64_t n, uint64_t m, uint64_t width, uint64_t num_finals,
-               uint64_t max_request_id_bytes) noexcept {
+  // `m` tokens; of a pooling frame m == n and only topk_logprobs is there. `drafts`: see layout.h.
+  FrameColumns(uint64_t n, uint64_t m, uint64_t width, uint64_t drafts, uint64_t num_finals,
+               uint64_t max_request_id_bytes, uint32_t flags) noexcept {
+    const bool pooling = flags & TP_STEP_POOLING;
     Cursor at(sizeof(tp_frame));
     row = at.take(4 * n);
     generation = at.take(4 * n);
     send_idx = at.take(4 * n);
     token_offsets = at.take(4 * (n + 1));
     finish_reason = at.take(n);
-    token_ids = at.take(4 * m);
-    topk_ids = at.take(4 * m * width);
+    first_token_ns = at.take(8 * n);
+    token_ids = at.take(pooling ? 0 : 4 * m);
+    topk_ids = at.take(pooling ? 0 : 4 * m * width);
     topk_logprobs = at.take(4 * m * width);
-    ranks = at.take(width ? 4 * m : 0);
+    ranks = at.take(width && !pooling ? 4 * m : 0);
+    draft_offsets = at.take(drafts ? 4 * (n + 1) : 0);
+    draft_token_ids = at.take(4 * drafts);
     finals = at.take(sizeof(tp_final) * num_finals);
     ids = at.take(max_request_id_bytes * num_finals);
     end = at.end();
@@ -75,21 +82,27 @@ struct FrameColumns {
 
 [[nodiscard]] inline uint64_t slot_bytes(const tp_sizes &s) noexcept {
   const uint64_t n = s.max_num_seqs;
-  return align_up(
-      StepColumns(n, n * s.max_draft_tokens, s.top_logprobs + 1, TP_STEP_ACCEPT | TP_STEP_POSITIONS)
-          .end,
-      TP_PAGE_BYTES);
+  const StepColumns tokens(n, n * s.max_draft_tokens, s.top_logprobs + 1,
+                           TP_STEP_ACCEPT | TP_STEP_POSITIONS);
+  const StepColumns pooling(n, n, s.max_pooling_floats, TP_STEP_POOLING);
+  return align_up(std::max(tokens.end, pooling.end), TP_PAGE_BYTES);
 }
 
 [[nodiscard]] inline uint64_t rows_per_decoder(const tp_sizes &s) noexcept {
   return (uint64_t{s.max_num_seqs} + s.num_decoders - 1) / s.num_decoders;
 }
 
+// A step of prompt logprobs may belong to rows of one decoder alone: its frame must hold them all.
+[[nodiscard]] inline uint64_t max_prompt_tokens(const tp_sizes &s) noexcept {
+  return rows_per_decoder(s) * s.max_draft_tokens;
+}
+
 [[nodiscard]] inline uint64_t frame_bytes(const tp_sizes &s) noexcept {
-  const uint64_t n = rows_per_decoder(s);
-  return align_up(
-      FrameColumns(n, n * s.max_draft_tokens, s.top_logprobs + 1, n, s.max_request_id_bytes).end,
-      TP_PAGE_BYTES);
+  const uint64_t n = rows_per_decoder(s), m = n * s.max_draft_tokens;
+  const FrameColumns tokens(n, m, s.top_logprobs + 1, m, n, s.max_request_id_bytes, 0);
+  const FrameColumns pooling(n, n, s.max_pooling_floats, 0, n, s.max_request_id_bytes,
+                             TP_STEP_POOLING);
+  return align_up(std::max(tokens.end, pooling.end), TP_PAGE_BYTES);
 }
 
 [[nodiscard]] inline uint64_t command_bytes(const tp_sizes &s) noexcept {

@@ -51,11 +51,13 @@ public:
   // Makes the claimed slot visible to every consumer.
   void publish() noexcept {
     tp_step &slot = core_.slot(cursor_);
+    fault::point("reader.before_publish");
     slot.sequence = cursor_;
     slot.published_ns = now_ns();
     ++cursor_;
     // SYNC POINT: ring cursor - release: the slot's bytes are visible to whoever sees the cursor
     tp::publish(core_.ring().cursor, cursor_);
+    fault::point("reader.published");
     for (uint32_t k = 0; k < core_.sizes.num_decoders; ++k)
       ring_bell(core_.role(TP_ROLE_DECODER + k).bell);
   }

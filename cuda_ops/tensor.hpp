@@ -80,6 +80,35 @@ template <class From>
   return fits;
 }
 
+// The first value of `t` that no int32 holds, as text. For the message, when a copy has met one.
+[[nodiscard]] inline std::string first_outside_int32(const Tensor &t) {
+  const auto shown = [](auto value) {
+    const auto narrow = static_cast<int32_t>(value);
+    const bool fits = static_cast<decltype(value)>(narrow) == value &&
+                      (narrow < 0) == (value < decltype(value){0});
+    return fits ? std::string() : std::to_string(value);
+  };
+  const auto at = [&](int64_t i) {
+    switch (t.dtype) {
+    case Dtype::int64:
+      return shown(static_cast<const int64_t *>(t.data)[i]);
+    case Dtype::uint32:
+      return shown(static_cast<const uint32_t *>(t.data)[i]);
+    case Dtype::uint64:
+      return shown(static_cast<const uint64_t *>(t.data)[i]);
+    default:
+      return std::string();
+    }
+  };
+  for (int64_t i = 0; i < t.shape[0]; ++i)
+    for (int64_t j = 0; j < t.shape[1]; ++j)
+      for (int64_t k = 0; k < t.shape[2]; ++k)
+        if (std::string text = at(i * t.stride[0] + j * t.stride[1] + k * t.stride[2]);
+            !text.empty())
+          return text;
+  return "a value";
+}
+
 inline void copy_as_float(float *to, const Tensor &t, int64_t at, int64_t count,
                           int64_t stride) noexcept {
   switch (t.dtype) {

@@ -1,4 +1,4 @@
-"""The shared bytes: every one has a name, its place follows from the sizes, and the version tells."""
+"""The shared bytes: each has a name, its place follows from the sizes, and the version tells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tokenpipe as tp
@@ -22,15 +22,23 @@ HEADER_TEXT = (Path(__file__).resolve().parents[1] / "cuda_ops" / "layout.h").re
 CONSTANTS = {
     name: int(value)
     for name, value in re.findall(r"\b(TP_[A-Z_]+) = (\d+)\b", HEADER_TEXT)
-    if name.endswith(("_VERSION", "_BYTES", "_ALIGN", "_DECODERS"))
+    if name.endswith(("_VERSION", "_BYTES", "_ALIGN")) or name.startswith("TP_MAX_")
 }
 STRUCTS = re.findall(r"^\} (tp_\w+);$", HEADER_TEXT, re.MULTILINE)
 LINE, PAGE, COLUMN = (CONSTANTS[f"TP_{n}"] for n in ("LINE_BYTES", "PAGE_BYTES", "COLUMN_ALIGN"))
 
+# tp_options stands inside the header only.
+assert layout.HEADER.fields is not None
+DTYPES = {"OPTIONS": layout.HEADER.fields["options"][0], **layout.DTYPES}
+POOLING, PROMPT = 8, 16  # TP_STEP_*
+
 # Of every version that a run may meet. A new version gets a new line here, the old ones stay.
 DIGESTS = {
-    1: "86c9",
+    1: "730f0e29399c474c0b69ba9c7d771655bfa83f238766457cb09c669a5378a2ce",
+    5: "82b387e48224a410e72c84926e893be78fa903f30ece3dba1192b625ac6d8383",
 }
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SIZES = st.fixed_dictionaries(
     {
@@ -46,6 +54,7 @@ SIZES = st.fixed_dictionaries(
         "block_size": st.integers(1, 128),
         "max_eos_ids": st.integers(1, 33),
         "max_request_id_bytes": st.integers(1, 40).map(lambda n: 8 * n),
+        "max_pooling_floats": st.sampled_from([0, 1, 7, 3000]),
     }
 )
 
@@ -72,7 +81,14 @@ def described(dtype: np.dtype[Any]) -> str:
 
 
 def digest() -> str:
-    lines = [f"{key} {described(dtype)}" for key, dtype in sorted(layout.DTYPES.items())]
+    """A hash of every dtype, and of where the parts lie for one set of sizes."""
+    lines = [f"{key} {described(dtype)}" for key, dtype in sorted(DTYPES.items())]
+    config = PipelineConfig(max_num_seqs=37, top_logprobs=5, max_draft_tokens=3, num_decoders=3)
+    lines.append(str(sorted(config.plan().items())))
+    lines.append(str(sorted(_native.step_columns(37, 90, 6, 3).items())))
+    lines.append(str(sorted(_native.step_columns(37, 37, 768, POOLING).items())))
+    lines.append(str(_native.frame_columns(13, 30, 6, 4, 9, 128, 0)))
+    lines.append(str(_native.frame_columns(13, 13, 768, 0, 9, 128, POOLING)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -80,32 +96,32 @@ def digest() -> str:
 
 
 def test_every_struct_of_the_header_has_a_dtype() -> None:
-    assert {struct_name(key) for key in layout.DTYPES} == set(STRUCTS)
+    assert {struct_name(key) for key in DTYPES} == set(STRUCTS)
 
 
-@pytest.mark.parametrize("key", sorted(layout.DTYPES))
+@pytest.mark.parametrize("key", sorted(DTYPES))
 def test_every_byte_belongs_to_a_named_field(key: str) -> None:
-    dtype, end = layout.DTYPES[key], 0
+    dtype, end = DTYPES[key], 0
     for name, at, of in fields(dtype):
         assert at == end, f"bytes {end} to {at} of {struct_name(key)}, before {name}, have no name"
         end = at + of.itemsize
     assert end == dtype.itemsize, f"bytes {end} to {dtype.itemsize} of {struct_name(key)}"
 
 
-@pytest.mark.parametrize("key", sorted(layout.DTYPES))
+@pytest.mark.parametrize("key", sorted(DTYPES))
 def test_a_struct_inside_a_struct_has_a_dtype_of_its_own(key: str) -> None:
-    known = {described(dtype) for dtype in layout.DTYPES.values()}
-    for name, _, of in fields(layout.DTYPES[key]):
+    known = {described(dtype) for dtype in DTYPES.values()}
+    for name, _, of in fields(DTYPES[key]):
         inner = of.subdtype[0] if of.subdtype is not None else of
         assert inner.fields is None or described(inner) in known, name
 
 
-@pytest.mark.parametrize("key", sorted(layout.DTYPES))
+@pytest.mark.parametrize("key", sorted(DTYPES))
 def test_a_dtype_is_as_large_as_the_header_says(key: str) -> None:
     asserted = re.search(rf"TP_ASSERT_SIZE\({struct_name(key)}, (.+)\);", HEADER_TEXT)
     assert asserted is not None, f"the header asserts no size of {struct_name(key)}"
     size = eval(asserted[1], {"__builtins__": {}}, CONSTANTS)
-    assert layout.DTYPES[key].itemsize == size
+    assert DTYPES[key].itemsize == size
 
 
 def test_every_field_is_aligned_to_its_own_size() -> None:
@@ -117,12 +133,13 @@ def test_every_field_is_aligned_to_its_own_size() -> None:
             elif base.kind in "iuf" and (begin + at) % base.itemsize:
                 yield f"{key}.{name}"
 
-    assert not [bad for key, of in layout.DTYPES.items() for bad in misaligned(key, of, 0)]
+    assert not [bad for key, of in DTYPES.items() for bad in misaligned(key, of, 0)]
 
 
 def test_the_built_module_is_of_this_header() -> None:
     assert CONSTANTS["TP_LAYOUT_VERSION"] == _native.LAYOUT_VERSION
     assert CONSTANTS["TP_MAX_DECODERS"] == _native.MAX_DECODERS
+    assert CONSTANTS["TP_MAX_DRAFT_TOKENS"] == _native.MAX_DRAFT_TOKENS
     assert CONSTANTS["TP_CONFIG_BYTES"] == _native.CONFIG_BYTES
     for prefix, head in (("CORE", layout.HEADER), ("SOURCE", layout.SOURCE)):
         magic = re.search(rf"TP_{prefix}_MAGIC UINT64_C\((0x[0-9a-f]+)\)", HEADER_TEXT)
@@ -142,9 +159,9 @@ def test_a_changed_layout_has_a_new_version() -> None:
     now, version = digest(), _native.LAYOUT_VERSION
     assert version in DIGESTS, f"add `{version}: {now!r}` to DIGESTS of this file"
     assert now == DIGESTS[version], (
-        "a shared byte has changed its meaning and the version has not: an older process would "
-        "attach and misread. Raise TP_LAYOUT_VERSION in cuda_ops/layout.h and add a line to DIGESTS "
-        f"of this file: `{version + 1}: {now!r}`. Before the first release of version {version} the "
+        "shared bytes have changed their meaning and the version has not: an older process would "
+        "attach and misread them. Raise TP_LAYOUT_VERSION in cuda_ops/layout.h and add to DIGESTS "
+        f"of this file `{version + 1}: {now!r}`. As long as nobody runs version {version}, its "
         "line may be replaced instead."
     )
 
@@ -155,7 +172,7 @@ def test_a_changed_layout_has_a_new_version() -> None:
 def parts_of(sizes: dict[str, int], plan: dict[str, int]) -> dict[str, list[tuple[str, int, int]]]:
     """Parts of each segment as (name, bytes, alignment), in the order of layout.h."""
     rows, decoders = sizes["max_num_seqs"], sizes["num_decoders"]
-    of = {key: dtype.itemsize for key, dtype in layout.DTYPES.items()}
+    of = {key: dtype.itemsize for key, dtype in DTYPES.items()}
     core = [
         ("roles", of["ROLE"] * (2 + decoders), LINE),
         ("ring", of["RING"], LINE),
@@ -181,6 +198,7 @@ def parts_of(sizes: dict[str, int], plan: dict[str, int]) -> dict[str, list[tupl
     return {"core": core, "source": source}
 
 
+@unhurried
 @given(SIZES)
 def test_parts_are_aligned_and_do_not_overlap(sizes: dict[str, int]) -> None:
     plan = _native.plan(sizes)
@@ -200,7 +218,15 @@ def test_parts_are_aligned_and_do_not_overlap(sizes: dict[str, int]) -> None:
     assert plan["slot_bytes"] % PAGE == plan["frame_bytes"] % PAGE == 0
     assert plan["command_bytes"] % LINE == 0
     least = sizes["max_request_id_bytes"] + 4 * sizes["max_eos_ids"]
-    assert plan["command_bytes"] >= layout.DTYPES["COMMAND"].itemsize + least
+    assert plan["command_bytes"] >= DTYPES["COMMAND"].itemsize + least
+
+
+STEP_ORDER = (
+    *("rows", "generations", "states", "positions", "accept_num"),
+    *("tokens", "topk_ids", "logprobs", "ranks"),
+)
+# Columns as they lie: first_token_ns stands behind finish_reason, the drafts before the finals.
+FRAME_ORDER = (0, 1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 13, 9, 10)
 
 
 def check_columns(begins: list[int], lengths: list[int], head: int) -> int:
@@ -212,6 +238,7 @@ def check_columns(begins: list[int], lengths: list[int], head: int) -> int:
     return end
 
 
+@unhurried
 @given(SIZES, st.data())
 def test_columns_of_any_step_fit_its_slot(sizes: dict[str, int], data: st.DataObject) -> None:
     n = data.draw(st.integers(0, sizes["max_num_seqs"]), "rows")
@@ -235,17 +262,63 @@ def test_columns_of_any_step_fit_its_slot(sizes: dict[str, int], data: st.DataOb
     assert end <= at["end"] <= _native.plan(sizes)["slot_bytes"]
 
 
+@unhurried
+@given(SIZES, st.data())
+def test_columns_of_any_prompt_step_fit_its_slot(
+    sizes: dict[str, int], data: st.DataObject
+) -> None:
+    per_decoder = -(-sizes["max_num_seqs"] // sizes["num_decoders"])
+    n = data.draw(st.integers(1, sizes["max_num_seqs"]), "rows")
+    m = data.draw(st.integers(0, per_decoder * sizes["max_draft_tokens"]), "prompt tokens")
+    width = data.draw(st.integers(1, sizes["top_logprobs"] + 1), "width")
+    at = _native.step_columns(n, m, width, 1 + 2 + PROMPT)
+    lengths = [4 * n, 4 * n, n, 4 * n, 4 * n, 4 * m, 4 * m * width, 4 * m * width, 4 * m]
+    end = check_columns([at[name] for name in STEP_ORDER], lengths, layout.STEP.itemsize)
+    assert end <= at["end"] <= _native.plan(sizes)["slot_bytes"]
+
+
+@unhurried
+@given(SIZES, st.data())
+def test_columns_of_any_pooling_step_and_frame_fit(
+    sizes: dict[str, int], data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(0, sizes["max_num_seqs"]), "rows")
+    floats = data.draw(st.integers(0, sizes["max_pooling_floats"]), "floats")
+    at = _native.step_columns(n, n, floats, POOLING)
+    lengths = [4 * n, 4 * n, n, 0, 0, 0, 0, 4 * n * floats, 0]
+    end = check_columns([at[name] for name in STEP_ORDER], lengths, layout.STEP.itemsize)
+    assert end <= at["end"] <= _native.plan(sizes)["slot_bytes"]
+
+    n = data.draw(st.integers(0, -(-sizes["max_num_seqs"] // sizes["num_decoders"])), "of one")
+    finals = data.draw(st.integers(0, n), "finals")
+    id_bytes = sizes["max_request_id_bytes"]
+    columns = _native.frame_columns(n, n, floats, 0, finals, id_bytes, POOLING)
+    begins = [columns[i] for i in FRAME_ORDER]
+    lengths = [4 * n, 4 * n, 4 * n, 4 * (n + 1), n, 8 * n, 0, 0, 4 * n * floats, 0, 0, 0]
+    lengths += [layout.FINAL.itemsize * finals, id_bytes * finals]
+    end = check_columns(begins, lengths, layout.FRAME.itemsize)
+    assert end <= _native.plan(sizes)["frame_bytes"]
+
+
+@unhurried
 @given(SIZES, st.data())
 def test_columns_of_any_frame_fit_its_place(sizes: dict[str, int], data: st.DataObject) -> None:
     rows, decoders = sizes["max_num_seqs"], sizes["num_decoders"]
     id_bytes = sizes["max_request_id_bytes"]
     n = data.draw(st.integers(0, -(-rows // decoders)), "rows of one decoder")
-    m = data.draw(st.integers(0, n * sizes["max_draft_tokens"]), "tokens")
+    # prompt tokens of one row may fill a frame, so m does not hang on n
+    most = -(-rows // decoders) * sizes["max_draft_tokens"]
+    m = data.draw(st.integers(0, most), "tokens")
     width = data.draw(st.integers(0, sizes["top_logprobs"] + 1), "width")
+    drafts = data.draw(st.just(0) | st.integers(1, most), "drafts")
     finals = data.draw(st.integers(0, n), "finals")
-    begins = list(_native.frame_columns(n, m, width, finals, id_bytes))
+    flags = data.draw(st.sampled_from([0, PROMPT]), "flags")
+    columns = _native.frame_columns(n, m, width, drafts, finals, id_bytes, flags)
+    begins = [columns[i] for i in FRAME_ORDER]
     table = 4 * m * width
-    lengths = [4 * n, 4 * n, 4 * n, 4 * (n + 1), n, 4 * m, table, table, 4 * m * (width > 0)]
+    lengths = [4 * n, 4 * n, 4 * n, 4 * (n + 1), n, 8 * n]
+    lengths += [4 * m, table, table, 4 * m * (width > 0)]
+    lengths += [4 * (n + 1) * (drafts > 0), 4 * drafts]
     lengths += [layout.FINAL.itemsize * finals, id_bytes * finals]
     end = check_columns(begins, lengths, layout.FRAME.itemsize)
     assert end <= _native.plan(sizes)["frame_bytes"]
@@ -253,7 +326,18 @@ def test_columns_of_any_frame_fit_its_place(sizes: dict[str, int], data: st.Data
 
 def test_a_running_segment_is_as_planned(unique_name: str) -> None:
     config = PipelineConfig(
-        name=unique_name, max_num_seqs=5, top_logprobs=3, num_decoders=2, num_blocks=7
+        name=unique_name,
+        max_num_seqs=5,
+        top_logprobs=3,
+        num_decoders=2,
+        num_blocks=7,
+        max_pooling_floats=9,
+        max_draft_tokens=3,
+        role="decode",
+        internal_adapter=True,
+        speculative_method="mtp",
+        num_speculative_tokens=2,
+        enable_draft_logprob=True,
     )
     plan, sizes = config.plan(), config.sizes()
     with Segment.create(config) as segment:
@@ -266,7 +350,10 @@ def test_a_running_segment_is_as_planned(unique_name: str) -> None:
             assert head["total_bytes"] == len(memory) == plan[f"{kind}_bytes"]
             assert head["slot_bytes"] == plan["slot_bytes"]
             assert head["version"] == _native.LAYOUT_VERSION
-            assert {n: int(head["sizes"][n]) for n in head["sizes"].dtype.names} == sizes
+            names = [n for n in head["sizes"].dtype.names if n != "pad_"]
+            assert {n: int(head["sizes"][n]) for n in names} == sizes
+        options = {n: int(core["options"][n]) for n in core["options"].dtype.names}
+        assert options == config.options()
         assert core["frame_bytes"] == plan["frame_bytes"]
         assert core["magic"] == _native.CORE_MAGIC
         assert source["magic"] == _native.SOURCE_MAGIC

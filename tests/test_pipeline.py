@@ -441,8 +441,7 @@ def test_echoed_fields_come_back(pipe: tp.Pipeline) -> None:
             tp.Request(
                 "a",
                 prompt_token_ids=[1, 2, 3],
-                max_tokens=7,
-                num_emitted_tokens=4,
+                max_tokens=3,
                 prompt=[{"role": "user"}],
                 num_cached_tokens=2,
                 multimodal_inputs={"num_input_image_tokens": 4, "num_input_video_tokens": 5},
@@ -456,11 +455,12 @@ def test_echoed_fields_come_back(pipe: tp.Pipeline) -> None:
     pipe.sync()
     first, second, last = read_all(pipe)
     assert (first.prompt, second.prompt) == ([{"role": "user"}], None)
-    assert [o.outputs.send_idx for o in (first, second, last)] == [4, 5, 6]
+    assert [o.outputs.send_idx for o in (first, second, last)] == [0, 1, 2]
     assert last.finish_reason == "length"
     assert (first.prompt_token_ids_len, first.num_cached_tokens) == (3, 2)
     assert (first.num_input_image_tokens, first.num_input_video_tokens) == (4, 5)
-    assert (first.ic_req_data, first.trace_carrier) == ({"x": 1}, {"root": "r"})
+    assert (first.ic_req_data, first.trace_carrier) == ({"x": 1}, None)
+    assert last.trace_carrier == {"root": "r"}
     token = token_of(0, 1, 0)
     assert first.outputs.token_ids == [token]
     assert first.outputs.top_logprobs == (

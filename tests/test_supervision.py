@@ -142,7 +142,7 @@ def test_a_dead_role_is_named_and_running_requests_get_one_error_each(
     unique_name: str, role: str
 ) -> None:
     with (
-        serve(unique_name) as (process, ready),
+        serve(unique_name, "--max-restarts=0") as (process, ready),
         tp.Pipeline.attach(unique_name) as pipe,
     ):
         engine = FakeEngine(tp.EngineWriter.attach(unique_name), 8)
@@ -167,7 +167,11 @@ def test_a_dead_role_is_named_and_running_requests_get_one_error_each(
 
 
 def test_health_names_a_dead_role_while_the_coordinator_lives(unique_name: str) -> None:
-    with serve(unique_name) as (process, ready), tp.Pipeline.attach(unique_name) as pipe:
+    no_restart = "--max-restarts=0"
+    with (
+        serve(unique_name, no_restart) as (process, ready),
+        tp.Pipeline.attach(unique_name) as pipe,
+    ):
         pipe.submit(request("a"))  # its final is not read, so the coordinator waits a moment
         seen: list[tuple[int, Any]] = []
 
@@ -229,7 +233,9 @@ sys.stdin.read()
 
 
 def test_the_owner_hears_of_its_coordinators_death(unique_name: str) -> None:
-    config = tp.PipelineConfig(name=unique_name, max_num_seqs=4, num_decoders=1, orphan_grace_s=0.1)
+    config = tp.PipelineConfig(
+        name=unique_name, max_num_seqs=4, num_decoders=1, orphan_grace_s=0.1, max_restarts=0
+    )
     with tp.Pipeline(config) as pipe:
         pipe.submit(request("a"))
         os.kill(pipe.pids["coordinator"], signal.SIGKILL)
@@ -289,7 +295,7 @@ def test_a_role_that_dies_while_starting_fails_the_start(
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nimport os\nif 'decoder-0' in sys.orig_argv: os._exit(9)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(tp.ChildBootError, match="exit code 9 before its first heartbeat"):
         tp.Pipeline(tp.PipelineConfig(name=unique_name))
     assert files_of(unique_name) == []
@@ -301,7 +307,7 @@ def test_a_role_that_hangs_while_starting_fails_the_start(
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, signal\nif 'reader' in sys.orig_argv: signal.pause()\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     config = tp.PipelineConfig(name=unique_name, start_timeout_s=1)
     with pytest.raises(tp.ChildBootError, match="silent for 1 s"):
         tp.Pipeline(config)

@@ -13,13 +13,17 @@ _HOME = {
     "commands": "FinishReason",
     "config": "PipelineConfig",
     "errors": "ChildBootError ChildError ConfigError DeliveryModeError DrainingError "
-    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError NoFreeRowError "
-    "NotEnoughBlocksError OpArgumentError PartyExistsError PipelineGoneError PipelineStartError "
-    "PortInUseError RequestAbortedError RequestError RoleLostError RowBusyError SegmentError "
-    "SegmentExistsError SegmentMissingError SegmentSpaceError SyncTimeoutError TokenpipeError "
-    "UnknownRequestError",
+    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError "
+    "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
+    "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
+    "RequestAbortedError RequestError RoleLostError RowBusyError SegmentError "
+    "SegmentExistsError SegmentMissingError SegmentSpaceError SyncTimeoutError "
+    "TokenpipeError UnknownRequestError",
     "layout": "PipelineState",
-    "outputs": "CompletionOutput LogprobsLists OutputBatch RequestOutput",
+    "events": "RequestEvent",
+    "outputs": "OutputBatch",
+    "records": "CompletionOutput LogprobsLists PoolingOutput PoolingRequestOutput RequestMetrics "
+    "RequestOutput SpeculateMetrics",
     "pipeline": "Pipeline",
     "requests": "Admission Request",
     "writer": "ControlEvent EngineWriter Step",

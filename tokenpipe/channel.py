@@ -13,6 +13,10 @@ from tokenpipe.commands import CommandKind, ReplyStatus
 
 _WAIT_S = 0.2
 _POSTED, _DONE = 1, 2
+_RESERVED = 8
+"""Slots that commands which wait (submit, resume, grow) leave to those that must get through."""
+_WAITING = (CommandKind.SUBMIT, CommandKind.RESUME, CommandKind.GROW)
+_FOR_EVER_S = 3600.0 * 24 * 365
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,11 @@ class Reply:
 
 
 class CommandChannel:
-    """Posts commands and waits for their replies; any number of threads may call at once."""
+    """Posts commands and waits for their replies; any number of threads may call at once.
+
+    The queue of those that wait is bounded by the slots: beyond it a call waits here, in its own
+    time, and is answered as if no row had come free.
+    """
 
     def __init__(self, client: _native.Client, num_slots: int, raise_if_gone: Callable[[], None]):
         self._client = client
@@ -42,9 +50,11 @@ class CommandChannel:
     def call(self, kind: CommandKind, timeout_s: float | None = None, **fields: Any) -> Reply:
         """Posts a command and returns its reply. Blocks until then, or until the pipeline is gone
         (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit)."""
-        slot = self._take()
+        deadline_s = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
+        slot = self._take(_RESERVED if kind in _WAITING else 0, deadline_s)
+        if slot is None:
+            return Reply(ReplyStatus.NO_FREE_ROW, 0, 0, 0, ())
         try:
-            deadline_s = time.monotonic() + (3600.0 * 24 * 365 if timeout_s is None else timeout_s)
             self._client.post(slot, kind, deadline_s=deadline_s, **fields)
             while not self._client.wait_for_reply(slot, _WAIT_S):
                 self._raise_if_gone()
@@ -60,13 +70,16 @@ class CommandChannel:
             self._changed.notify()
         return Reply(ReplyStatus(status), row, generation, value, tuple(blocks))
 
-    def _take(self) -> int:
+    def _take(self, reserved: int, deadline_s: float) -> int | None:
         with self._changed:
-            while not self._free:
+            while len(self._free) <= reserved:
                 self._collect()
-                if not self._free:
+                if len(self._free) <= reserved:
                     self._raise_if_gone()
-                    self._changed.wait(_WAIT_S)
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        return None
+                    self._changed.wait(min(_WAIT_S, left_s))
             return self._free.pop()
 
     def _collect(self) -> None:

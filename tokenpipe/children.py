@@ -1,4 +1,4 @@
-"""The coordinator's child processes: spawn, watch, reap, stop.
+"""Processes: spawn, adopt, watch, reap, kill, stop.
 
 Roles are started as `sys.executable -m tokenpipe ...`: no fork (CUDA does not survive it) and no
 multiprocessing (it imports the user's main module again).
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 _log = logging.getLogger("tokenpipe.children")
@@ -23,16 +23,34 @@ _log = logging.getLogger("tokenpipe.children")
 
 @dataclass
 class Child:
-    """One role's process."""
+    """One role's process: ours by birth, or adopted from a coordinator that died."""
 
     role: str
-    process: subprocess.Popen[bytes]
+    pid: int
     pidfd: int
+    process: subprocess.Popen[bytes] | None
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self.process.pid
+    def poll(self) -> int | None:
+        """Returns the exit code once the process has ended (-SIGKILL for an adopted one, whose code
+        nobody can ask for), None before."""
+        if self.process is not None:
+            return self.process.poll()
+        readable, _, _ = select.select([self.pidfd], [], [], 0)
+        return -signal.SIGKILL if readable else None
+
+    def send(self, signum: signal.Signals) -> None:
+        """Sends a signal; to a process that has ended, nothing."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signum)
+        except ProcessLookupError:
+            return
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the end of the process; False when it has not come in time."""
+        readable, _, _ = select.select([self.pidfd], [], [], max(0.0, timeout_s))
+        if readable and self.process is not None:
+            self.process.wait()
+        return bool(readable)
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,7 @@ class Exited:
 
     role: str
     pid: int
+    code: int
     how: str
 
 
@@ -51,63 +70,102 @@ def how_it_ended(returncode: int) -> str:
     return f"was killed by {signal.Signals(-returncode).name}"
 
 
+class Watch:
+    """A thread that rings when a process dies or the owner's pipe ends, so that the coordinator,
+    which sleeps on its bell in shared memory, notices at once."""
+
+    def __init__(self, ring: Callable[[], None], owner_fd: int | None) -> None:
+        self._ring = ring
+        self._owner_fd = owner_fd
+        self.owner_is_gone = False
+        self._epoll = select.epoll()
+        self._wake_read, self._wake_write = os.pipe()
+        self.add(self._wake_read)
+        if owner_fd is not None:
+            self.add(owner_fd)
+        self._thread = threading.Thread(target=self._run, name="tokenpipe-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, fd: int) -> None:
+        """Watches a descriptor until it becomes readable once."""
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _run(self) -> None:
+        while True:
+            for fd, _events in self._epoll.poll():
+                if fd == self._wake_read:
+                    return
+                if fd == self._owner_fd:
+                    # Nothing is ever written: readable means that every writing end is closed.
+                    self.owner_is_gone = True
+                self._ring()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        self._epoll.close()
+        for fd in (self._wake_read, self._wake_write):
+            os.close(fd)
+
+
+@dataclass
 class Children:
-    """Starts the roles and stops them on the way out: TERM, grace, KILL."""
+    """The roles' processes, stopped on the way out: TERM, grace, KILL."""
 
-    def __init__(self, name: str, log_level: str) -> None:
-        self._name = name
-        self._log_level = log_level
-        self._children: dict[str, Child] = {}
+    name: str
+    log_level: str
+    watch: Watch | None = None
+    _children: dict[str, Child] = field(default_factory=dict)
 
-    def spawn(self, role: str) -> Child:
-        """Starts one role's process."""
-        command = [sys.executable, "-m", "tokenpipe", "role", role, "--name", self._name]
+    def spawn(self, role: str, epoch: int) -> Child:
+        """Starts one role's process; `epoch` counts its lives."""
+        command = [sys.executable, "-m", "tokenpipe", "role", role, "--name", self.name]
         process = subprocess.Popen(
-            [*command, "--log-level", self._log_level],
+            [*command, f"--epoch={epoch}", "--log-level", self.log_level],
             stdin=subprocess.DEVNULL,
             # The ready line alone goes to stdout; what a role prints is for the operator.
             stdout=sys.stderr.fileno(),
             start_new_session=True,
         )
-        child = Child(role, process, os.pidfd_open(process.pid))
-        self._children[role] = child
-        _log.debug("started %s as pid %d", role, process.pid)
+        return self._keep(Child(role, process.pid, os.pidfd_open(process.pid), process))
+
+    def adopt(self, role: str, pid: int) -> Child:
+        """Takes over a process that a former coordinator has started."""
+        return self._keep(Child(role, pid, os.pidfd_open(pid), None))
+
+    def _keep(self, child: Child) -> Child:
+        self._children[child.role] = child
+        if self.watch is not None:
+            self.watch.add(child.pidfd)
         return child
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Pid of each role that runs."""
-        return {child.role: child.pid for child in self._children.values()}
-
-    @property
-    def pidfds(self) -> list[int]:
-        """Descriptors that become readable when a role dies."""
-        return [child.pidfd for child in self._children.values()]
 
     def reap(self) -> list[Exited]:
         """Collects the roles that have ended since the last call."""
         exited = []
         for child in list(self._children.values()):
-            returncode = child.process.poll()
-            if returncode is None:
+            code = child.poll()
+            if code is None:
                 continue
             del self._children[child.role]
             os.close(child.pidfd)
-            exited.append(Exited(child.role, child.pid, how_it_ended(returncode)))
+            exited.append(Exited(child.role, child.pid, code, how_it_ended(code)))
         return exited
+
+    def kill(self, role: str) -> None:
+        """Ends a role that does not answer; reap() tells when it is dead."""
+        self._children[role].send(signal.SIGKILL)
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Ends every role: TERM, then KILL for those that are still there after the grace."""
         for child in self._children.values():
-            child.process.terminate()
+            child.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         for child in self._children.values():
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if not child.wait(deadline - time.monotonic()):
                 _log.warning("%s (pid %d) did not stop: killed", child.role, child.pid)
-                child.process.kill()
-                child.process.wait()
+                child.send(signal.SIGKILL)
+                child.wait(grace_s)
             os.close(child.pidfd)
         self._children.clear()
 
@@ -121,40 +179,3 @@ class Children:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-class Watch:
-    """A thread that rings when a role dies or the owner's pipe ends, so that the coordinator, which
-    sleeps on its bell in shared memory, notices at once."""
-
-    def __init__(self, pidfds: list[int], owner_fd: int | None, ring: Callable[[], None]) -> None:
-        self._ring = ring
-        self._owner_fd = owner_fd
-        self.owner_is_gone = False
-        self._poll = select.poll()
-        self._wake_read, self._wake_write = os.pipe()
-        self._poll.register(self._wake_read, select.POLLIN)
-        for fd in pidfds:
-            self._poll.register(fd, select.POLLIN)
-        if owner_fd is not None:
-            self._poll.register(owner_fd, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="tokenpipe-watch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            for fd, _events in self._poll.poll():
-                if fd == self._wake_read:
-                    return
-                if fd == self._owner_fd:
-                    # Nothing is ever written: readable means that every writing end is closed.
-                    self.owner_is_gone = True
-                self._poll.unregister(fd)
-                self._ring()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        os.write(self._wake_write, b"x")
-        self._thread.join()
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenpipe.config import PipelineConfig
+from tokenpipe.config import PipelineConfig, fault_of
 from tokenpipe.errors import ExitCode, TokenpipeError, to_json
 
 
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     role = commands.add_parser("role")  # started by the coordinator; no help: it is not for hands
     role.add_argument("role")
     role.add_argument("--name", required=True)
+    role.add_argument("--epoch", type=int, default=1)
     role.add_argument("--log-level", default="info")
     role.set_defaults(run=_role)
     return parser
@@ -57,6 +58,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="descriptor of the ready line (default 1)",
     )
     parser.add_argument("--owner-fd", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--epoch", type=int, default=1, help=argparse.SUPPRESS)
     parser.set_defaults(run=_serve)
 
 
@@ -78,6 +80,7 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         config = PipelineConfig.from_cli_args(args)
         _set_up_logging("coordinator", config.log_level)
+        _arm_fault("coordinator", args.epoch)
         coordinator.run(config, ready, args.owner_fd)
     except TokenpipeError as error:
         if not is_ready and args.ready_fd > 2:
@@ -96,8 +99,18 @@ def _set_up_logging(role: str, level: str) -> None:
     faulthandler.enable()
 
 
+def _arm_fault(role: str, epoch: int) -> None:
+    fault = fault_of(role, epoch)
+    if fault is not None:
+        from tokenpipe import _native
+
+        _native.arm_fault(*fault)
+        _native.fault_point("boot")
+
+
 def _role(args: argparse.Namespace) -> int:
     _set_up_logging(args.role, args.log_level)
+    _arm_fault(args.role, args.epoch)
     kind, _, index = args.role.partition("-")
     if kind == "reader":
         from tokenpipe import reader

@@ -1,10 +1,11 @@
-"""What a client may ask of the coordinator, and how it is answered."""
+"""What a client may ask of the coordinator, and how it is answered; the codes of layout.h."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 ANY_ROW = 2**32 - 1
+NO_BLOCK = 2**32 - 1
 
 
 class CommandKind(IntEnum):
@@ -13,6 +14,11 @@ class CommandKind(IntEnum):
     SUBMIT = 1
     ABORT = 2
     DRAIN = 3
+    PREEMPT = 4
+    RESUME = 5
+    GROW = 6
+    PREFILL_DONE = 7
+    CLEAR = 8
 
 
 class ReplyStatus(IntEnum):
@@ -29,6 +35,9 @@ class ReplyStatus(IntEnum):
     UNKNOWN = 7
     """No request of that id: it has ended or never was."""
     BAD_COMMAND = 8
+    NOT_ACKNOWLEDGED = 9
+    """The engine has not let go of the row yet, so it cannot be resumed."""
+    NO_FREE_BLOCKS = 10
 
 
 class FinishReason(IntEnum):
@@ -43,9 +52,24 @@ class FinishReason(IntEnum):
     SHUTDOWN = 6
 
 
+class Phase(IntEnum):
+    """Where a row's request stands with the engine (TP_PHASE_*)."""
+
+    RUNNING = 0
+    PREEMPTING = 1
+    PREEMPTED = 2
+
+
 class Control(IntEnum):
     """Bits of a control word: what the engine's scheduler must act on."""
 
     ABORT = 1
     PREEMPT = 2
     FINISHED = 4
+
+
+class AdmissionFlag(IntEnum):
+    """TP_ADMISSION_*."""
+
+    DISAGGREGATED = 1
+    WARM_UP = 2

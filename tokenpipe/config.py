@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ENVIRONMENT = "TOKENPIPE_"
+_MAX_TEXT_BYTES = 255
+"""Of a host or a prefix: with all else it fits the segment's header."""
 
 
 def _setting(default: Any, group: str, help: str, **more: Any) -> Any:
@@ -52,6 +54,9 @@ class PipelineConfig:
     )
     num_blocks: int = _setting(0, "sizes", "KV blocks of the pool; 0: blocks are not managed here")
     block_size: int = _setting(64, "sizes", "tokens that one block holds")
+    max_pooling_floats: int = _setting(
+        0, "sizes", "floats of a pooling vector; 0: this pipeline has no pooling outputs"
+    )
     command_slots: int = _setting(
         256, "sizes", "commands in flight, submits that wait for a row included"
     )
@@ -70,6 +75,13 @@ class PipelineConfig:
     stall_timeout_s: float = _setting(
         30.0, "supervision", "without progress for so long is 'stalled'; 0: never"
     )
+    max_restarts: int = _setting(
+        8, "supervision", "replacements of one role within --restart-window-s; then it fails"
+    )
+    restart_window_s: float = _setting(60.0, "supervision", "see --max-restarts")
+    restart_backoff_s: float = _setting(
+        0.05, "supervision", "pause before a second replacement; it doubles with each further one"
+    )
     start_timeout_s: float = _setting(
         30.0, "supervision", "time for every role to give its first heartbeat"
     )
@@ -83,9 +95,41 @@ class PipelineConfig:
         5.0, "supervision", "an aborted row waits so long for the engine's acknowledgement"
     )
 
+    prefill_timeout_s: float = _setting(
+        30.0, "supervision", "a prefill instance's row waits so long for prefill_done()"
+    )
+
     health_host: str = _setting("127.0.0.1", "http", "address of the health endpoint")
     health_port: int = _setting(0, "http", "port of the health endpoint; 0: any free one")
 
+    role: str = _setting(
+        "mixed",
+        "engine",
+        "what this instance does: mixed, prefill or decode",
+        choices=("mixed", "prefill", "decode"),
+    )
+    speculative_method: str = _setting(
+        "none",
+        "engine",
+        "how the engine drafts, for the statistics: none, mtp or ngram",
+        choices=("none", "mtp", "ngram"),
+    )
+    num_speculative_tokens: int = _setting(
+        0, "engine", "drafts per row and step; with a method 1 to max_draft_tokens - 1"
+    )
+    enable_draft_logprob: bool = _setting(
+        False, "engine", "deliver the logprobs of drafts with their target's output"
+    )
+    draft_wait_s: float = _setting(
+        0.05, "engine", "a target's output waits so long for its drafts' logprobs"
+    )
+    internal_adapter: bool = _setting(
+        False, "engine", "leave end tokens out of the outputs, as FastDeploy's adapter wants it"
+    )
+
+    metrics_prefix: str = _setting(
+        "fastdeploy:", "logs", "prefix of the metrics that FastDeploy's dashboards know"
+    )
     log_level: str = _setting(
         "info", "logs", "what is logged", choices=("debug", "info", "warning", "error")
     )
@@ -94,10 +138,13 @@ class PipelineConfig:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             kind = type(f.default)
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
-            elif not isinstance(value, kind) or isinstance(value, bool):
+            elif type(value) is not kind:
                 raise ConfigError(f.name, value, f"must be of type {kind.__name__}")
+            choices = f.metadata.get("choices")
+            if choices is not None and value not in choices:
+                raise ConfigError(f.name, value, f"must be one of {', '.join(choices)}")
         if not self.name:
             object.__setattr__(self, "name", f"tp-{secrets.token_hex(8)}")
         if not self.num_decoders:
@@ -113,12 +160,15 @@ class PipelineConfig:
             "max_num_seqs": (1, 65536),
             "num_decoders": (1, min(_native.MAX_DECODERS, self.max_num_seqs)),
             "top_logprobs": (0, 1024),
-            "max_draft_tokens": (1, 64),
+            "max_draft_tokens": (1, _native.MAX_DRAFT_TOKENS),
             "max_eos_ids": (1, 4096),
             "max_request_id_bytes": (8, 4096),
             "num_blocks": (0, 2**26),
             "block_size": (1, 65536),
-            "command_slots": (1, 65536),
+            "command_slots": (16, 65536),
+            "max_pooling_floats": (0, 2**20),
+            "num_speculative_tokens": (0, _native.MAX_DRAFT_TOKENS - 1),
+            "draft_wait_s": (0, 1e6),
             "ring_slots": (2, 65536),
             "output_slots": (2, 65536),
             "source_slots": (2, 65536),
@@ -128,9 +178,13 @@ class PipelineConfig:
             "heartbeat_interval_s": (0.001, 10),
             "stall_timeout_s": (0, 1e6),
             "start_timeout_s": (0.1, 1e6),
+            "max_restarts": (0, 10**9),
+            "restart_window_s": (0, 1e6),
+            "restart_backoff_s": (0, 60),
             "drain_timeout_s": (0, 1e6),
             "orphan_grace_s": (0, 1e6),
             "abort_timeout_s": (0, 1e6),
+            "prefill_timeout_s": (0, 1e6),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
@@ -154,8 +208,24 @@ class PipelineConfig:
                 self.stall_timeout_s,
                 f"must be 0 or at least 4 x heartbeat_interval_s = {shortest:g}",
             )
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError("log_level", self.log_level, "debug, info, warning or error")
+        self._check_speculation()
+        for name in ("health_host", "metrics_prefix"):
+            text, most = getattr(self, name), _MAX_TEXT_BYTES
+            if len(text.encode()) > most:
+                raise ConfigError(name, text, f"must have at most {most} bytes")
+        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*|", self.metrics_prefix):
+            raise ConfigError("metrics_prefix", self.metrics_prefix, "no prefix of a metric's name")
+
+    def _check_speculation(self) -> None:
+        n, most = self.num_speculative_tokens, self.max_draft_tokens - 1
+        if self.speculative_method == "none":
+            if n:
+                raise ConfigError("num_speculative_tokens", n, "needs a --speculative-method")
+            if self.enable_draft_logprob:
+                raise ConfigError("enable_draft_logprob", True, "needs a --speculative-method")
+        elif not 1 <= n <= most:
+            why = f"must be 1 to max_draft_tokens - 1 = {most}: a step holds the bonus token too"
+            raise ConfigError("num_speculative_tokens", n, why)
 
     def _slots_that_fit(self) -> int:
         slot_bytes = self.plan()["slot_bytes"]
@@ -173,9 +243,19 @@ class PipelineConfig:
         """Returns the sizes that decide the layout of both segments."""
         names = (
             "max_num_seqs top_logprobs max_draft_tokens num_decoders ring_slots output_slots "
-            "source_slots command_slots num_blocks block_size max_eos_ids max_request_id_bytes"
+            "source_slots command_slots num_blocks block_size max_eos_ids max_request_id_bytes "
+            "max_pooling_floats"
         )
         return {name: getattr(self, name) for name in names.split()}
+
+    def options(self) -> dict[str, int]:
+        """Returns what a decoder must know beside the sizes."""
+        return {
+            "role": ("mixed", "prefill", "decode").index(self.role),
+            "internal_adapter": int(self.internal_adapter),
+            "enable_draft_logprob": int(self.enable_draft_logprob),
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
 
     def plan(self) -> dict[str, int]:
         """Returns the bytes and offsets that follow from the sizes."""
@@ -189,9 +269,16 @@ class PipelineConfig:
     def from_json(cls, text: str) -> PipelineConfig:
         """Returns the configuration of `to_json`, checked again."""
         values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a configuration is an object, not {text[:40]!r}")
         if values.get("ring_bytes"):
             values["ring_slots"] = _default("ring_slots")  # it follows from the bytes again
         return cls(**values)
+
+    def differences(self, other: PipelineConfig, but: tuple[str, ...]) -> list[str]:
+        """Returns the names of the fields in which two configurations differ, `but` apart."""
+        names = (f.name for f in dataclasses.fields(self) if f.name not in but)
+        return [n for n in names if getattr(self, n) != getattr(other, n)]
 
     def digest(self) -> str:
         """Returns a hash by which two processes tell whether they have the same configuration."""
@@ -211,6 +298,7 @@ class PipelineConfig:
                 dest=f.name,
                 type=str,
                 default=None,
+                **({"nargs": "?", "const": "true"} if isinstance(f.default, bool) else {}),
                 metavar=type(f.default).__name__.upper(),
                 help=f"{f.metadata['help']} (default {default}; {_ENVIRONMENT}{f.name.upper()})",
             )
@@ -229,17 +317,20 @@ class PipelineConfig:
                 text = environment.get(_ENVIRONMENT + f.name.upper())
             if text is not None:
                 values[f.name] = _parsed(f.name, str(text), type(f.default))
+        # A flag for the ring's size wins over the environment's other word for it.
+        for flag, other in (("ring_slots", "ring_bytes"), ("ring_bytes", "ring_slots")):
+            if getattr(args, flag, None) is not None and getattr(args, other, None) is None:
+                values.pop(other, None)
         return cls(**values)
 
     def to_cli_args(self) -> list[str]:
-        """Returns flags that give this configuration again."""
+        """Returns flags that give this configuration again, whatever the environment says."""
         args = []
         for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.name == "ring_slots" and self.ring_bytes:
-                continue
-            if value != f.default:
-                args.append(f"--{f.name.replace('_', '-')}={value}")
+            # Given in bytes, the slots follow; both together would be refused.
+            follows = f.name == "ring_slots" and self.ring_bytes
+            value = f.default if follows else getattr(self, f.name)
+            args.append(f"--{f.name.replace('_', '-')}={value}")
         return args
 
 
@@ -248,11 +339,30 @@ def _default(name: str) -> Any:
 
 
 def _parsed(name: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        truth = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in truth:
+            raise ConfigError(name, text, "must be true or false")
+        return truth[text.lower()]
     try:
         return kind(text)
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise ConfigError(name, text, f"must be {wanted}") from None
+
+
+def fault_of(role: str, epoch: int) -> tuple[str, int, int] | None:
+    """Returns (point, nth, signal) of a fault that a test wants in this life of a role.
+
+    TOKENPIPE_FAULT = "ROLE[/EPOCH]:POINT:NTH:SIGNAL", more of them separated by commas; the points
+    are those of cuda_ops/fault.hpp, and the first epoch is 1.
+    """
+    for spec in filter(None, os.environ.get(_ENVIRONMENT + "FAULT", "").split(",")):
+        who, point, nth, signum = spec.split(":")
+        wanted, _, life = who.partition("/")
+        if wanted == role and int(life or 1) == epoch:
+            return point, int(nth), int(signum)
+    return None
 
 
 def usable_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> float:

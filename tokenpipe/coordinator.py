@@ -1,4 +1,4 @@
-"""COORDINATOR process: owns the segments and the children; one tick = reap, serve, sweep, judge.
+"""COORDINATOR process: owns the segments and the roles; one tick = look, sweep, serve, judge.
 
 Order of start: segments, health endpoint, roles, ready line. Order of stop: nothing new is taken,
 published tokens are delivered, finals for the rest, roles, endpoint, segments.
@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenpipe import _native
-from tokenpipe.children import Child, Children, Exited, Watch
+from tokenpipe.children import Children, Watch
 from tokenpipe.commands import FinishReason
 from tokenpipe.config import PipelineConfig
-from tokenpipe.errors import ChildBootError, ChildError, RoleLostError
+from tokenpipe.errors import ChildError
 from tokenpipe.health import HealthServer
 from tokenpipe.layout import PipelineState
 from tokenpipe.resources import Resources
-from tokenpipe.segment import LOCK_CLIENT, Segment, start_time
+from tokenpipe.roles import Roles
+from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
 from tokenpipe.status import View, judge, role_names
 from tokenpipe.stop import Stop, stop_on_signals
 
@@ -41,12 +42,14 @@ def run(
 ) -> None:
     """Runs a pipeline until it is told to stop; `ready` gets the facts of the ready line.
 
-    `owner_fd`: the reading end of a pipe whose end-of-file means that the owner is gone. Raises
-    SegmentExistsError, SegmentSpaceError, PortInUseError, ChildBootError, RoleLostError.
+    Takes over the pipeline of a coordinator that died, if there is one of this name. `owner_fd`:
+    the reading end of a pipe whose end-of-file means that the owner is gone. Raises
+    SegmentExistsError, AdoptionError, SegmentSpaceError, PortInUseError, ChildBootError,
+    RoleLostError.
     """
     with (
         stop_on_signals() as stop,
-        Segment.create(config) as segment,
+        Segment.create_or_adopt(config) as segment,
         HealthServer(segment) as health,
         Children(config.name, config.log_level) as children,
     ):
@@ -75,6 +78,8 @@ class Coordinator:
         self._view = View(segment)
         self._resources = Resources(segment.core, self._book, self._config)
         self._watch: Watch | None = None
+        self._roles = Roles(children, self._book, self._view, self._config)
+        self._is_degraded = False
         self._drain_limit: float | None = None
         self._drain_until = 0.0
         self._has_ended_rest = False
@@ -83,7 +88,8 @@ class Coordinator:
         pid = os.getpid()
         _native.announce_role(segment.core, ROLE_INDEX, pid, start_time(pid) or 0)
         self._book.set_health_port(health.port)
-        self._book.set_epoch(ROLE_INDEX, 1)
+        self._book.expect_role(ROLE_INDEX)
+        self._book.beat()
 
     # -------------------------------------------------------------- start
 
@@ -91,34 +97,20 @@ class Coordinator:
         """Spawns the roles and returns True when each has beaten once, False when a stop was asked
         for meanwhile. Raises ChildBootError."""
         self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
-        spawned = []
-        for index, role in enumerate(self._names[1:], start=1):
-            self._book.set_epoch(index, 1)
-            spawned.append(self._children.spawn(role))
-        self._watch = Watch(self._children.pidfds, owner_fd, self._book.ring)
-        deadline = time.monotonic() + self._config.start_timeout_s
-        while not self._all_have_beaten():
+        self._watch = self._children.watch = Watch(self._book.ring, owner_fd)
+        self._roles.start()
+        while not self._roles.are_up:
             seen = self._book.events()
             self._book.beat()
-            for exited in self._children.reap():
-                raise ChildBootError(exited.role, exited.pid, exited.how)
-            if time.monotonic() >= deadline:
-                raise self._silent(spawned)
+            self._roles.look()
             if self._stop.requested or self._watch.owner_is_gone:
                 return False
             self._book.wait(seen, 0.005)
+        self._resources.publish_gauges()
         self._set_state(PipelineState.IDLE, None, "")
+        if not int(self._view.header["accepting"]):  # its predecessor died while it drained
+            self._begin_drain(self._config.drain_timeout_s, "asked to stop before a restart")
         return True
-
-    def _all_have_beaten(self) -> bool:
-        return all(int(role["heartbeat_ns"]) for role in self._view.roles[1:])
-
-    def _silent(self, spawned: list[Child]) -> ChildBootError:
-        for child, role in zip(spawned, self._view.roles[1:], strict=True):
-            if not int(role["heartbeat_ns"]):
-                limit = self._config.start_timeout_s
-                return ChildBootError(child.role, child.pid, f"silent for {limit:g} s")
-        raise AssertionError("every role has beaten")
 
     def facts(self) -> dict[str, Any]:
         """Returns what the ready line says."""
@@ -127,7 +119,7 @@ class Coordinator:
             "pid": os.getpid(),
             "name": self._config.name,
             "health_url": self._health.url,
-            "pids": self._children.pids,
+            "pids": self._roles.pids,
         }
 
     # -------------------------------------------------------------- loop
@@ -136,8 +128,8 @@ class Coordinator:
         """One turn; False when the pipeline has drained. Raises RoleLostError."""
         seen = self._book.events()
         self._book.beat()
-        for exited in self._children.reap():
-            self._lose(exited)
+        self._roles.look()
+        self._look_at_writer()
         self._resources.sweep()
         self._resources.reclaim()
         self._resources.serve()
@@ -149,7 +141,26 @@ class Coordinator:
         self._book.wait(seen, self._config.heartbeat_interval_s)
         return True
 
+    def _look_at_writer(self) -> None:
+        """An engine that died: what it had published is delivered, then its requests end."""
+        pid = int(self._view.source["writer_pid"])
+        if not pid or self._segment.is_locked(LOCK_WRITER):
+            return
+        published = int(self._view.source["published"])
+        if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
+            _log.error("the engine's writer (pid %d) has died: its requests end", pid)
+            _native.announce_writer(self._segment.source, 0, 0)
+            self._resources.end_running(FinishReason.ERROR)
+
     def _judge(self) -> None:
+        missing = self._roles.missing()
+        if missing is not None and self._drain_limit is None:
+            self._is_degraded = True
+            self._set_state(PipelineState.DEGRADED, *missing)
+            return
+        if self._is_degraded:
+            self._is_degraded = False
+            self._set_state(PipelineState.IDLE, None, "")
         now = time.monotonic()
         if now - self._last_judged < self._config.heartbeat_interval_s:
             return
@@ -174,9 +185,8 @@ class Coordinator:
                 self._begin_drain(self._config.drain_timeout_s, "asked to stop")
             elif self._watch is not None and self._watch.owner_is_gone:
                 self._begin_drain(_OWNER_LIMIT_S, "the owner is gone")
-        for slot, limit_s in self._resources.drain_commands():
+        for limit_s in self._resources.take_drains():
             self._begin_drain(limit_s, "drain() was called")
-            self._resources.answer_drain(slot)
 
     def _begin_drain(self, limit_s: float, why: str) -> None:
         _log.info("draining for up to %g s: %s", limit_s, why)
@@ -207,9 +217,6 @@ class Coordinator:
             if has_client and unread:
                 return False
         return True
-
-    def _lose(self, exited: Exited) -> None:
-        raise RoleLostError(exited.role, exited.pid, exited.how)
 
     def fail(self, error: BaseException) -> None:
         """Says who failed, and lets the roles that live make the finals of the running requests."""

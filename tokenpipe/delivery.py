@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from tokenpipe import _native
 from tokenpipe.commands import FinishReason
+from tokenpipe.drafts import DraftJoin
+from tokenpipe.events import RequestEvent, events_of
+from tokenpipe.handover import Handover
+from tokenpipe.objects import ObjectMaker
 from tokenpipe.outputs import OutputBatch, finals_without_step, merged
+from tokenpipe.records import LogprobsLists
 from tokenpipe.requests import Admission, Request
 from tokenpipe.segment import Segment
+
+_log = logging.getLogger("tokenpipe.delivery")
 
 _WAIT_S = 0.1
 
@@ -23,11 +32,17 @@ class OpenRequests:
         self._lock = threading.Lock()
         self._by_key: dict[tuple[int, int], Request] = {}
         self._by_id: dict[str, Request] = {}
+        self._running_ids: dict[str, tuple[int, int]] = {}
         self._last_ended = [0] * num_rows
         self.num_second_finals = 0
-        for row, (admitted, freed, terminal, request_id, _blocks) in enumerate(_native.rows(core)):
+        for row, known in enumerate(_native.rows(core)):
+            admitted, freed, terminal, request_id = known[:4]
             if admitted != freed and not terminal:  # of a former client of this pipeline
-                self._by_key[row, admitted] = Request(request_id.decode())
+                self._run(row, admitted, Request(request_id.decode()))
+
+    def _run(self, row: int, generation: int, request: Request) -> None:
+        self._by_key[row, generation] = request
+        self._running_ids[request.request_id] = (row, generation)
 
     def expect(self, request: Request) -> None:
         """Notes a request before it is posted: its first output may overtake submit's reply."""
@@ -45,7 +60,7 @@ class OpenRequests:
         with self._lock:
             self._by_id.pop(request.request_id, None)
             if self._last_ended[admission.row] < admission.generation:
-                self._by_key[admission.row, admission.generation] = request
+                self._run(admission.row, admission.generation, request)
 
     def resolve(self, batch: OutputBatch, i: int) -> Request:
         """Returns the request of row i of a batch."""
@@ -59,8 +74,15 @@ class OpenRequests:
             request_id = self._id_of(batch, i, row, generation)
             found = self._by_id.get(request_id) or Request(request_id)
             if self._last_ended[row] < generation:
-                self._by_key[row, generation] = found
+                self._run(row, generation, found)
             return found
+
+    def resolve_all(self, batch: OutputBatch) -> list[Request]:
+        """Returns the request of each row of a batch."""
+        keys = list(zip(batch.row.tolist(), batch.generation.tolist(), strict=True))
+        with self._lock:
+            found = [self._by_key.get(key) for key in keys]
+        return [r if r is not None else self.resolve(batch, i) for i, r in enumerate(found)]
 
     def _id_of(self, batch: OutputBatch, i: int, row: int, generation: int) -> str:
         for f in range(batch.num_finals):
@@ -82,6 +104,8 @@ class OpenRequests:
                 self._last_ended[row] = max(self._last_ended[row], generation)
                 self._by_key.pop((row, generation), None)
                 self._by_id.pop(request.request_id, None)
+                if self._running_ids.get(request.request_id) == (row, generation):
+                    del self._running_ids[request.request_id]
 
     def take_all(self) -> list[tuple[int, int, Request]]:
         """Returns, and forgets, every request without a final: (row, generation, request)."""
@@ -90,7 +114,13 @@ class OpenRequests:
             for row, generation, _request in rest:
                 self._last_ended[row] = max(self._last_ended[row], generation)
             self._by_key.clear()
+            self._running_ids.clear()
             return rest
+
+    def place_of(self, request_id: str) -> tuple[int, int] | None:
+        """Returns the (row, generation) of a running request."""
+        with self._lock:
+            return self._running_ids.get(request_id)
 
     def ids(self) -> list[str]:
         """Returns the ids of all requests without a final."""
@@ -98,7 +128,30 @@ class OpenRequests:
             return [r.request_id for r in self._by_key.values()] + list(self._by_id)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self.ids()
+        with self._lock:
+            return request_id in self._by_id or request_id in self._running_ids
+
+
+class _InHand:
+    """The frames of one decoder that are handed out. They go back in their order, whatever the
+    order in which they are done with: the ring has one released cursor."""
+
+    def __init__(self, client: _native.Client, decoder: int) -> None:
+        self._client, self._decoder = client, decoder
+        self._frames: deque[list[bool]] = deque()
+
+    def add(self) -> Callable[[], None]:
+        """Notes the next frame; returns what to call when it is done with."""
+        is_done = [False]
+        self._frames.append(is_done)
+
+        def done() -> None:
+            is_done[0] = True
+            while self._frames and self._frames[0][0]:
+                self._frames.popleft()
+                self._client.release(self._decoder)
+
+        return done
 
 
 class Delivery:
@@ -111,54 +164,119 @@ class Delivery:
         requests: OpenRequests,
         is_over: Callable[[], bool],
         last_reason: Callable[[], FinishReason],
+        maker: ObjectMaker,
+        on_event: Callable[[RequestEvent], None] | None,
+        handover: Handover,
     ) -> None:
+        config = segment.config
         self._client = client
         self._requests = requests
         self._is_over = is_over
         self._last_reason = last_reason
+        self._maker = maker
+        self._on_event = on_event
+        self._handover = handover
+        self._role = config.role
         self._memory = memoryview(segment.core_memory).toreadonly()
-        self._id_bytes = segment.config.max_request_id_bytes
-        self._num_decoders = segment.config.num_decoders
+        self._id_bytes = config.max_request_id_bytes
+        self._num_decoders = config.num_decoders
         self._lock = threading.Lock()
+        self._in_hand = [_InHand(client, k) for k in range(config.num_decoders)]
+        joins = config.enable_draft_logprob
+        self._joins = [
+            DraftJoin(take, config.draft_wait_s, whole_steps=take == self._try_next_step)
+            for take in self._takers()
+        ] * joins
+
+    def _takers(self) -> tuple[Callable[[float], OutputBatch | None], ...]:
+        return self._try_next, self._try_next_step
 
     def next(self, timeout_s: float | None) -> OutputBatch | None:
-        """Returns the next frame; None when none came in time or the pipeline has told
-        everything."""
-        return self._wait(timeout_s, self._try_next)
+        """Returns the next frame; None when none came in time or all has been told."""
+        return self._wait(timeout_s, 0)
 
     def next_step(self, timeout_s: float | None) -> OutputBatch | None:
         """Returns the next step of all decoders in row order. Its columns are copies."""
-        return self._wait(timeout_s, self._try_next_step)
+        return self._wait(timeout_s, 1)
 
-    def _wait(
-        self, timeout_s: float | None, attempt: Callable[[float], OutputBatch | None]
-    ) -> OutputBatch | None:
+    def _wait(self, timeout_s: float | None, way: int) -> OutputBatch | None:
+        take = self._joins[way].next if self._joins else self._takers()[way]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             while True:
-                left = _WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
-                is_over = self._is_over()  # before the look: what was committed by then is found
-                batch = attempt(0.0 if is_over else min(left, _WAIT_S))
-                if batch is None and is_over:
-                    batch = self._try_next(0.0) or self._missing_finals()
+                batch = take(0.0)
+                self._handover.give_up_overdue()
+                if batch is None:
+                    is_over = (
+                        self._is_over()
+                    )  # before the look: what was committed by then is found
+                    left = _WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+                    batch = take(0.0 if is_over else min(left, _WAIT_S))
+                    if batch is None and is_over:
+                        batch = self._last_batch(way)
+                    if batch is None and (is_over or left == 0.0):
+                        return None
                 if batch is not None:
-                    if batch.num_finals:
-                        self._requests.end(batch)
+                    self._note(batch)
                     return batch
-                if is_over or (deadline is not None and time.monotonic() >= deadline):
-                    return None
+
+    def _last_batch(self, way: int) -> OutputBatch | None:
+        held = self._joins[way].flush() if self._joins else None
+        return held or self._try_next(0.0) or self._missing_finals()
+
+    def _note(self, batch: OutputBatch) -> None:
+        if batch.num_finals:
+            self._requests.end(batch)
+        if batch.kind == "prompt":
+            self._keep_prompt_logprobs(batch)
+        if self._role == "prefill" and batch.num_finals:
+            self._park_first_tokens(batch)
+        if self._on_event is not None:
+            for event in events_of(batch, self._maker, self._role):
+                try:
+                    self._on_event(event)
+                except Exception:
+                    # The caller's callback must not cost a token.
+                    _log.exception("on_event(%s) of request %r", event.name, event.request_id)
+
+    def _park_first_tokens(self, batch: OutputBatch) -> None:
+        outputs = batch.objects()
+        for final in batch.finals:
+            i = int(final["index"])
+            row, generation, request = int(batch.row[i]), int(batch.generation[i]), batch.ended[i]
+            is_first_token = int(batch.finish_reason[i]) == FinishReason.STOP
+            if request.disaggregate_info is not None and is_first_token:
+                self._handover.park(row, generation, request, outputs[i])
+            else:
+                self._handover.forget(request.request_id, row, generation)
+
+    def _keep_prompt_logprobs(self, batch: OutputBatch) -> None:
+        offsets = batch.token_offsets.tolist()
+        for i, request in enumerate(batch.requests):
+            part = slice(offsets[i], offsets[i + 1])
+            piece = LogprobsLists(
+                batch.topk_ids[part].tolist(),
+                batch.topk_logprobs[part].tolist(),
+                batch.ranks[part].tolist(),
+            )
+            request.add_prompt_logprobs(int(batch.send_idx[i]), piece)
 
     def _try_next(self, wait_s: float) -> OutputBatch | None:
         found = self._client.poll(wait_s)
-        return None if found is None else self._batch(*found)
+        if found is None:
+            return None
+        batch = self._batch(*found)
+        batch._release = self._in_hand[batch.decoder].add()
+        return batch
 
     def _batch(self, decoder: int, offset: int) -> OutputBatch:
         return OutputBatch(
             self._memory,
             offset,
             self._id_bytes,
+            self._maker.make,
             self._requests.resolve,
-            lambda: self._client.release(decoder),
+            self._requests.resolve_all,
         )
 
     def _try_next_step(self, wait_s: float) -> OutputBatch | None:
@@ -179,17 +297,17 @@ class Delivery:
 
     def _take(self, parts: list[OutputBatch]) -> OutputBatch:
         whole = merged(parts)
-        decoders = [p.decoder for p in parts]
-        for decoder in decoders:
-            self._client.take(decoder)
+        for part in parts:
+            self._client.take(part.decoder)
+        give_back = [self._in_hand[part.decoder].add() for part in parts]
 
         def release() -> None:
-            for decoder in decoders:
-                self._client.release(decoder)
+            for done in give_back:
+                done()
 
         whole._release = release
         return whole
 
     def _missing_finals(self) -> OutputBatch | None:
         rest = self._requests.take_all()
-        return finals_without_step(rest, self._last_reason()) if rest else None
+        return finals_without_step(rest, self._last_reason(), self._maker.make) if rest else None

@@ -96,6 +96,20 @@ class SegmentMissingError(SegmentError):
         self.waited_s = waited_s
 
 
+class AdoptionError(SegmentError):
+    """A pipeline whose coordinator died cannot be taken over: the configurations differ."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, name: str, fields: list[str]) -> None:
+        super().__init__(
+            name,
+            f'take over "{name}": its processes run with another {", ".join(fields)}; give the '
+            "same, or stop them",
+        )
+        self.fields = fields
+
+
 class LayoutMismatchError(SegmentError):
     """Magic, layout version or sizes differ from what this build writes."""
 
@@ -233,6 +247,28 @@ class NotEnoughBlocksError(RequestError):
             f"request {request_id!r}: {wanted} blocks wanted, the pool has {num_blocks} in all",
         )
         self.wanted, self.num_blocks = wanted, num_blocks
+
+
+class NoFreeBlocksError(RequestError):
+    """Not enough KV blocks came free within the time."""
+
+    def __init__(self, request_id: str, wanted: int, waited_s: float) -> None:
+        super().__init__(
+            request_id,
+            f"request {request_id!r}: {wanted} blocks did not come free within {waited_s:g} s",
+        )
+        self.wanted, self.waited_s = wanted, waited_s
+
+
+class NotAcknowledgedError(RequestError):
+    """The engine has not let go of a preempted request within the time."""
+
+    def __init__(self, request_id: str, waited_s: float) -> None:
+        super().__init__(
+            request_id,
+            f"resume {request_id!r}: the engine has not acknowledged within {waited_s:g} s",
+        )
+        self.waited_s = waited_s
 
 
 class RequestAbortedError(RequestError):

@@ -18,7 +18,7 @@ from tokenpipe.errors import PortInUseError
 from tokenpipe.layout import PipelineState
 from tokenpipe.metrics import CONTENT_TYPE, Exporter
 from tokenpipe.segment import Segment
-from tokenpipe.status import Verdict, judge, status_of
+from tokenpipe.status import Verdict, View, judge, status_of
 
 _log = logging.getLogger("tokenpipe.health")
 
@@ -117,12 +117,15 @@ class HealthServer:
 
     def __init__(self, segment: Segment) -> None:
         config = segment.config
+        port = config.health_port
+        if segment.is_adopted:  # probes and dashboards know the port that was bound
+            port = int(View(segment).header["health_port"]) or port
         try:
-            self._server = _Server((config.health_host, config.health_port), segment)
+            self._server = _Server((config.health_host, port), segment)
         except OSError as e:
             if e.errno != errno.EADDRINUSE:
                 raise
-            raise PortInUseError(config.health_host, config.health_port) from None
+            raise PortInUseError(config.health_host, port) from None
         self.host = config.health_host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(

@@ -39,6 +39,11 @@ COUNTER_HELP = {
     "dropped_finished": "tokens saved after their request's end",
     "dropped_repeated": "tokens of a position that was delivered before",
     "dropped_bad_row": "tokens of rows that failed a check",
+    "dropped_chunk": "tokens of prefill chunks that are not the last",
+    "dropped_adapter": "end tokens that the internal adapter does not want",
+    "dropped_prefill": "drafts behind a prefill instance's first token",
+    "dropped_shielded": "tokens of a decode instance's row that is being preempted",
+    "dropped_warm_up": "tokens of warm-up requests",
     "finals_stop": "requests ended by an end token",
     "finals_length": "requests ended by max_tokens",
     "finals_abort": "requests aborted",
@@ -51,10 +56,29 @@ COUNTER_HELP = {
     "bad_tokens": "steps refused: token count does not follow from the rows",
     "bad_bytes": "steps refused: body of another size than its counts give",
     "bad_flags": "steps refused: unknown mode or flag",
+    "completions": "requests that ended with a result",
+    "draft_rows_seen": "rows of draft steps",
+    "draft_rows_delivered": "rows of draft steps that are delivered",
+    "prompt_rows": "pieces of prompt logprobs",
+    "poison_slots": "slots skipped because they killed their decoder twice",
+    "spec_rows": "rows of speculative steps that emitted",
+    "spec_heads": "tokens emitted by draft head, head 0 the target model's own",
 }
 
+_MAX_DRAFTS = _native.MAX_DRAFT_TOKENS
 _DROPPED, _FINALS, _BAD = "dropped_", "finals_", "bad_"
-_BOUNDS_S = [2.0**b * 1e-6 for b in range(_native.LATENCY_BUCKETS - 1)]
+
+# FastDeploy's histograms: name in the segment, exported name, help, unit of the bounds.
+_FASTDEPLOY_HISTOGRAMS = (
+    ("time_to_first_token", "time_to_first_token_seconds", "arrival to first token", 1e-9),
+    ("time_per_output_token", "time_per_output_token_seconds", "gap between tokens", 1e-9),
+    ("request_queue_time", "request_queue_time_seconds", "preprocessed to running", 1e-9),
+    ("request_prefill_time", "request_prefill_time_seconds", "running to first token", 1e-9),
+    ("request_decode_time", "request_decode_time_seconds", "first token to the end", 1e-9),
+    ("request_inference_time", "request_inference_time_seconds", "running to the end", 1e-9),
+    ("request_generation_tokens", "request_generation_tokens", "tokens of a request", 1.0),
+    ("request_token_ratio", "request_token_ratio", "tokens per second of a request", 1e-3),
+)
 
 
 class _PipelineCollector(Collector):
@@ -67,18 +91,27 @@ class _PipelineCollector(Collector):
         yield from _counters(view.commits())
         yield from _gauges(view)
         yield from _latencies(view)
+        yield from _fastdeploy(view)
         yield from _processes(view)
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _counters(commits: Any) -> Iterator[Metric]:
-    totals = {
+def _totals(commits: Any) -> dict[str, int]:
+    return {
         name: sum(int(c["counters"][name]) for c in commits)
         for name in COUNTERS.names or ()
-        if name != "pad_"
+        if name not in ("pad_", "spec_heads")
     }
+
+
+def _heads(commits: Any, num_speculative_tokens: int) -> list[int]:
+    counts = [sum(int(c["counters"]["spec_heads"][j]) for c in commits) for j in range(_MAX_DRAFTS)]
+    return counts[: num_speculative_tokens + 1]
+
+
+def _counters(commits: Any) -> Iterator[Metric]:
     labelled = {
         _DROPPED: CounterMetricFamily(
             "tokenpipe_tokens_dropped", "tokens not delivered", labels=["reason"]
@@ -86,7 +119,7 @@ def _counters(commits: Any) -> Iterator[Metric]:
         _FINALS: CounterMetricFamily("tokenpipe_requests", "requests ended", labels=["reason"]),
         _BAD: CounterMetricFamily("tokenpipe_bad_slots", "steps refused", labels=["reason"]),
     }
-    for name, value in totals.items():
+    for name, value in _totals(commits).items():
         prefix = next((p for p in labelled if name.startswith(p)), None)
         if prefix is not None:
             labelled[prefix].add_metric([name[len(prefix) :]], value)
@@ -95,6 +128,10 @@ def _counters(commits: Any) -> Iterator[Metric]:
             total = max(int(c["counters"][name]) for c in commits) if name == "steps" else value
             yield CounterMetricFamily(f"tokenpipe_{name}", COUNTER_HELP[name], value=total)
     yield from labelled.values()
+    heads = CounterMetricFamily("tokenpipe_spec_heads", COUNTER_HELP["spec_heads"], labels=["head"])
+    for head, count in enumerate(_heads(commits, _MAX_DRAFTS - 1)):
+        heads.add_metric([str(head)], count)
+    yield heads
     yield CounterMetricFamily(
         "tokenpipe_frames", "output frames", value=sum(int(c["frames"]) for c in commits)
     )
@@ -144,23 +181,82 @@ def _gauges(view: View) -> Iterator[Metric]:
     yield blocked
 
 
-def _latencies(view: View) -> Iterator[Metric]:
+def _histogram(decoders: Any, key: str, name: str, help_text: str, unit: float) -> Metric:
+    counts = sum(d[key]["count"].astype(int) for d in decoders)
+    bounds = [repr(bound * unit) for bound in _native.BOUNDS[key]]
+    buckets, so_far = [], 0
+    for bound, count in zip([*bounds, "+Inf"], counts, strict=False):
+        so_far += int(count)
+        buckets.append((bound, float(so_far)))
+    total = sum(int(d[key]["sum"]) for d in decoders) * unit
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)
+
+
+def _decoders(view: View) -> Any:
     plan, config = view.config.plan(), view.config
-    decoders = np.frombuffer(
+    return np.frombuffer(
         view.segment.core_memory, dtype=DECODER, count=config.num_decoders, offset=plan["decoders"]
     )
+
+
+def _latencies(view: View) -> Iterator[Metric]:
     for name, help_text in (
         ("saved_to_published", "engine's save to slot in the ring"),
         ("saved_to_committed", "engine's save to readable frame"),
     ):
-        counts = sum(d[name]["count"].astype(int) for d in decoders)
-        total = sum(int(d[name]["sum_ns"]) for d in decoders) / 1e9
-        buckets, so_far = [], 0
-        for bound, count in zip([*_BOUNDS_S, float("inf")], counts, strict=True):
-            so_far += int(count)
-            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(so_far)))
-        yield HistogramMetricFamily(
-            f"tokenpipe_{name}_seconds", help_text, buckets=buckets, sum_value=total
+        yield _histogram(_decoders(view), name, f"tokenpipe_{name}_seconds", help_text, 1e-9)
+
+
+def _fastdeploy(view: View) -> Iterator[Metric]:
+    """The names that FastDeploy's dashboards know (shared/spec/token-processor.md section 3)."""
+    prefix, config = view.config.metrics_prefix, view.config
+    for key, name, help_text, unit in _FASTDEPLOY_HISTOGRAMS:
+        yield _histogram(_decoders(view), key, prefix + name, help_text, unit)
+    commits = view.commits()
+    totals = _totals(commits)
+    live = int(view.header["live_rows"])
+    for name, help_text, value in (
+        ("generation_tokens", "tokens delivered", totals["tokens_delivered"]),
+        ("request_success", "requests that ended with a result", totals["completions"]),
+    ):
+        yield CounterMetricFamily(prefix + name, help_text, value=value)
+    for name, help_text, value in (
+        ("num_requests_running", "rows given out", live),
+        ("batch_size", "rows given out", live),
+        ("available_batch_size", "free rows", config.max_num_seqs - live),
+        ("available_gpu_block_num", "free KV blocks", int(view.header["free_blocks"])),
+    ):
+        yield GaugeMetricFamily(prefix + name, help_text, value=value)
+    if config.speculative_method != "none":
+        yield from _speculation(view, commits, totals["spec_rows"])
+
+
+def _speculation(view: View, commits: Any, rows: int) -> Iterator[Metric]:
+    """Section 5 of the same, with its faults F16 and F35 to F40 put right."""
+    prefix, n = view.config.metrics_prefix + "spec_decode_", view.config.num_speculative_tokens
+    heads = _heads(commits, n)
+    emitted, accepted = sum(heads), sum(heads[1:])
+    is_mtp = view.config.speculative_method == "mtp"
+    drafted = rows * n if is_mtp else emitted
+    yield CounterMetricFamily(prefix + "num_accepted_tokens", "accepted drafts", value=accepted)
+    yield CounterMetricFamily(prefix + "num_emitted_tokens", "emitted tokens", value=emitted)
+    yield GaugeMetricFamily(
+        prefix + "draft_acceptance_rate",
+        "accepted drafts per draft",
+        value=accepted / drafted if drafted else 0.0,
+    )
+    if not is_mtp:
+        return
+    most = rows * (n + 1)
+    yield CounterMetricFamily(prefix + "num_draft_tokens", "drafts", value=drafted)
+    yield GaugeMetricFamily(
+        prefix + "efficiency", "emitted tokens per slot", value=emitted / most if most else 0.0
+    )
+    for i in range(1, n + 1):
+        yield GaugeMetricFamily(
+            f"{prefix}draft_single_head_acceptance_rate_{i - 1}",
+            f"accepted drafts of head {i} per accepted of head {i - 1}",
+            value=heads[i] / heads[i - 1] if heads[i - 1] else 0.0,
         )
 
 

@@ -1,12 +1,12 @@
-"""What comes out: the columnar OutputBatch, and an object for every output on demand."""
+"""The columnar OutputBatch: the outputs of one decoder for one step, where they lie in memory."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,75 +14,40 @@ import numpy.typing as npt
 from tokenpipe import _native
 from tokenpipe.commands import FinishReason
 from tokenpipe.layout import FINAL
+from tokenpipe.records import AnyOutput, LogprobsLists
 from tokenpipe.requests import Request
 
 Array = npt.NDArray[Any]
 
-RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
-_ERRORS: dict[FinishReason, tuple[int, str | None]] = {
-    FinishReason.ABORT: (200, "Aborted"),
-    FinishReason.RECOVERY: (200, RECOVERY_TEXT),
-    FinishReason.ERROR: (500, "the request ended by an error of the pipeline or the engine"),
-    FinishReason.SHUTDOWN: (503, "the pipeline was shut down"),
-}
-
-# tp_frame up to its padding: six uint64, nine uint32.
-_HEAD = struct.Struct("<6Q9I")
-_OUTPUT_TYPE = 3
+# tp_frame up to its padding: six uint64, eleven uint32.
+_HEAD = struct.Struct("<6Q11I")
+_POOLING, _PROMPT = 8, 16  # TP_STEP_POOLING, TP_STEP_PROMPT
+TARGET, DRAFT = 3, 4  # message_flag
 
 
-class LogprobsLists(NamedTuple):
-    """Candidates of each emitted token: one row of T columns per token, column 0 the sampled
-    one."""
+@dataclass
+class Drafts:
+    """Logprobs of the drafts that belong to a batch's outputs: `row_of[i]` is the row of `batch`
+    that holds those of output i, -1 where none came."""
 
-    logprob_token_ids: list[list[int]]
-    logprobs: list[list[float]]
-    sampled_token_ranks: list[int]
+    batch: OutputBatch
+    row_of: Array
 
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """The tokens of one output. `index` is the row."""
-
-    index: int
-    send_idx: int
-    token_ids: list[int]
-    logprob: float | None = None
-    top_logprobs: LogprobsLists | None = None
-    draft_top_logprobs: LogprobsLists | None = None
-    draft_token_ids: list[int] = field(default_factory=list)
-    decode_type: int = 0
-    logprobs: Any = None
-    text: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Any = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """One request's part of one step, as plain Python values."""
-
-    request_id: str
-    outputs: CompletionOutput
-    finished: bool
-    finish_reason: str | None = None
-    output_type: int = _OUTPUT_TYPE
-    prompt: Any = None
-    prompt_token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids_len: int = 0
-    prompt_logprobs: Any = None
-    num_cached_tokens: int = 0
-    num_input_image_tokens: int = 0
-    num_input_video_tokens: int = 0
-    error_code: int = 200
-    error_msg: str | None = None
-    ic_req_data: Any = None
-    trace_carrier: dict[str, str] | None = None
+    def of(self, i: int) -> LogprobsLists | None:
+        """Returns the drafts' candidates of output i as lists."""
+        j = int(self.row_of[i])
+        if j < 0:
+            return None
+        begin, end = self.batch.token_offsets[j : j + 2].tolist()
+        return LogprobsLists(
+            self.batch.topk_ids[begin:end].tolist(),
+            self.batch.topk_logprobs[begin:end].tolist(),
+            self.batch.ranks[begin:end].tolist(),
+        )
 
 
 class OutputBatch:
-    """The outputs of one decoder for one step, as columns; iterating it makes RequestOutput
-    objects.
+    """The outputs of one decoder for one step, as columns; iterating it makes an object per row.
 
     n rows, m tokens, T candidates. The columns are read-only views of shared memory: they hold
     until the iterator that gave the batch is advanced, or release() is called; `copy()` keeps them.
@@ -93,8 +58,9 @@ class OutputBatch:
         memory: memoryview,
         offset: int,
         max_request_id_bytes: int,
+        make: Callable[[OutputBatch], list[AnyOutput]],
         resolve: Callable[[OutputBatch, int], Request],
-        release: Callable[[], None] | None,
+        resolve_all: Callable[[OutputBatch], list[Request]],
     ) -> None:
         (
             self.number,
@@ -110,21 +76,43 @@ class OutputBatch:
             self.num_finals,
             self.message_flag,
             has_slot,
-            _flags,
+            self.flags,
             _bytes,
+            self.num_drafts,
+            self.num_firsts,
         ) = _HEAD.unpack_from(memory, offset)
         self.has_slot = bool(has_slot)
         """False: ends of requests without a step behind them (abort, shutdown)."""
+        self.drafts: Drafts | None = None
+        """Logprobs of drafts, where the engine sends them."""
         self._memory, self._offset, self._id_bytes = memory, offset, max_request_id_bytes
+        self._make = make
         self._resolve = resolve
-        self._release = release
+        self._resolve_all = resolve_all
+        self._release: Callable[[], None] | None = None
         self.ended: dict[int, Request] = {}
         """Requests that end here, by their row's index in the batch."""
 
+    @property
+    def kind(self) -> str:
+        """What the rows hold: tokens, pooling, prompt (logprobs of prompt tokens) or draft."""
+        if self.flags & _POOLING:
+            return "pooling"
+        if self.flags & _PROMPT:
+            return "prompt"
+        return "draft" if self.message_flag == DRAFT else "tokens"
+
     @cached_property
     def _at(self) -> tuple[int, ...]:
+        count = self.num_rows if self.flags & _POOLING else self.num_tokens
         return _native.frame_columns(
-            self.num_rows, self.num_tokens, self.width, self.num_finals, self._id_bytes
+            self.num_rows,
+            count,
+            self.width,
+            self.num_drafts,
+            self.num_finals,
+            self._id_bytes,
+            self.flags,
         )
 
     def _column(self, index: int, dtype: Any, count: int) -> Array:
@@ -142,7 +130,8 @@ class OutputBatch:
 
     @cached_property
     def send_idx(self) -> Array:
-        """uint32 [n]: tokens of the request before this output."""
+        """uint32 [n]: tokens of the request before this output; of a prompt piece, where it
+        begins."""
         return self._column(2, np.uint32, self.num_rows)
 
     @cached_property
@@ -156,6 +145,11 @@ class OutputBatch:
         return self._column(4, np.uint8, self.num_rows)
 
     @cached_property
+    def first_token_ns(self) -> Array:
+        """uint64 [n]: CLOCK_MONOTONIC stamp of the request's first token, 0 before it."""
+        return self._column(11, np.uint64, self.num_rows)
+
+    @cached_property
     def token_ids(self) -> Array:
         """int32 [m]."""
         return self._column(5, np.int32, self.num_tokens)
@@ -163,24 +157,40 @@ class OutputBatch:
     @cached_property
     def topk_ids(self) -> Array:
         """int32 [m, T]; column 0 is the sampled token. T is 0 without logprobs."""
-        count = self.num_tokens * self.width
-        return self._column(6, np.int32, count).reshape(self.num_tokens, self.width)
+        width = 0 if self.flags & _POOLING else self.width
+        return self._column(6, np.int32, self.num_tokens * width).reshape(self.num_tokens, width)
 
     @cached_property
     def topk_logprobs(self) -> Array:
         """float32 [m, T]."""
-        count = self.num_tokens * self.width
-        return self._column(7, np.float32, count).reshape(self.num_tokens, self.width)
+        width = 0 if self.flags & _POOLING else self.width
+        return self._column(7, np.float32, self.num_tokens * width).reshape(self.num_tokens, width)
+
+    @cached_property
+    def vectors(self) -> Array:
+        """float32 [n, T] of a pooling batch; zeros where finish_reason is not STOP."""
+        n, width = (self.num_rows, self.width) if self.flags & _POOLING else (0, 0)
+        return self._column(7, np.float32, n * width).reshape(n, width)
 
     @cached_property
     def logprobs(self) -> Array:
         """float32 [m]: of the sampled tokens; empty without logprobs."""
-        return self.topk_logprobs[:, 0] if self.width else self.topk_logprobs.reshape(-1)
+        return self.topk_logprobs[:, 0] if self.topk_logprobs.size else np.zeros(0, np.float32)
 
     @cached_property
     def ranks(self) -> Array:
         """int32 [m]: of the sampled tokens; empty without logprobs."""
-        return self._column(8, np.int32, self.num_tokens if self.width else 0)
+        return self._column(8, np.int32, self.topk_ids.shape[0] if self.topk_ids.size else 0)
+
+    @cached_property
+    def draft_offsets(self) -> Array:
+        """uint32 [n + 1]: drafts of row i are draft_offsets[i] to draft_offsets[i + 1]."""
+        return self._column(12, np.uint32, self.num_rows + 1 if self.num_drafts else 0)
+
+    @cached_property
+    def draft_token_ids(self) -> Array:
+        """int32 [d]: a prefill instance's first token and the drafts behind it."""
+        return self._column(13, np.int32, self.num_drafts)
 
     @cached_property
     def finals(self) -> Array:
@@ -196,7 +206,7 @@ class OutputBatch:
     @cached_property
     def requests(self) -> list[Request]:
         """The Request of each row, as it was submitted."""
-        return [self._resolve(self, i) for i in range(self.num_rows)]
+        return self._resolve_all(self)
 
     @property
     def request_ids(self) -> list[str]:
@@ -206,28 +216,12 @@ class OutputBatch:
     def __len__(self) -> int:
         return int(self.num_rows)
 
-    def __iter__(self) -> Iterator[RequestOutput]:
+    def __iter__(self) -> Iterator[AnyOutput]:
         return iter(self.objects())
 
-    def objects(self) -> list[RequestOutput]:
-        """Returns an object per row: plain ints and floats, float32 widened exactly."""
-        rows, send_idx = self.row.tolist(), self.send_idx.tolist()
-        offsets, reasons = self.token_offsets.tolist(), self.finish_reason.tolist()
-        tokens = self.token_ids.tolist()
-        has_logprobs = self.width > 0
-        ids, logprobs = self.topk_ids.tolist(), self.topk_logprobs.tolist()
-        ranks = self.ranks.tolist()
-        made = []
-        for i, request in enumerate(self.requests):
-            begin, end = offsets[i], offsets[i + 1]
-            output = CompletionOutput(rows[i], send_idx[i], tokens[begin:end])
-            if has_logprobs and end > begin:
-                output.top_logprobs = LogprobsLists(
-                    ids[begin:end], logprobs[begin:end], ranks[begin:end]
-                )
-                output.logprob = logprobs[end - 1][0]
-            made.append(_request_output(request, output, FinishReason(reasons[i])))
-        return made
+    def objects(self) -> list[AnyOutput]:
+        """Returns a RequestOutput (or PoolingRequestOutput) per row."""
+        return self._make(self)
 
     def release(self) -> None:
         """Counts the batch as delivered; its columns must not be read after."""
@@ -237,59 +231,101 @@ class OutputBatch:
 
     def copy(self) -> OutputBatch:
         """Returns a batch whose columns are its own."""
-        return merged([self])
-
-
-def _request_output(
-    request: Request, output: CompletionOutput, reason: FinishReason
-) -> RequestOutput:
-    is_first = output.send_idx == request.num_emitted_tokens
-    code, text = _ERRORS.get(reason, (200, None))
-    media = request.multimodal_inputs or {}
-    return RequestOutput(
-        request_id=request.request_id,
-        outputs=output,
-        finished=reason is not FinishReason.NONE,
-        finish_reason=None if reason is FinishReason.NONE else reason.name.lower(),
-        prompt=request.prompt if is_first else None,
-        prompt_token_ids_len=len(request.prompt_token_ids),
-        num_cached_tokens=request.num_cached_tokens,
-        num_input_image_tokens=media.get("num_input_image_tokens", 0),
-        num_input_video_tokens=media.get("num_input_video_tokens", 0),
-        error_code=code,
-        error_msg=text,
-        ic_req_data=request.ic_req_data,
-        trace_carrier=request.trace_carrier,
-    )
+        own = _joined([self], np.arange(self.num_rows))
+        own.requests  # noqa: B018 - resolved now: their finals may be delivered before they are read
+        return own
 
 
 class _OwnBatch(OutputBatch):
     """A batch whose columns are arrays of its own: merged, copied, or made by the handle."""
 
-    def __init__(self, **columns: Any) -> None:
+    def __init__(self, request_at: Callable[[int], Request], **columns: Any) -> None:
         # cached_property lets the instance's own dict win over the view of shared memory.
         self.__dict__.update(columns)
         self._release = None
         self.ended = {}
-        self._resolve = lambda batch, i: batch.requests[i]
+        self._resolve = lambda _batch, i: self.ended.get(i) or request_at(i)
+        self._resolve_all = lambda batch: [batch._resolve(batch, i) for i in range(len(batch))]
 
     def final_id(self, i: int) -> str:
         """Returns the id of the request of finals[i]."""
-        return self.requests[int(self.finals[i]["index"])].request_id
+        return self._resolve(self, int(self.finals[i]["index"])).request_id
+
+
+def _request_at(part: OutputBatch, i: int) -> Request:
+    return part._resolve(part, i)
+
+
+_ROW_COLUMNS = ("row", "generation", "send_idx", "finish_reason", "first_token_ns")
+_TOKEN_COLUMNS = ("token_ids", "topk_ids", "topk_logprobs", "ranks")
+_HEAD_FIELDS = (
+    *("number", "step", "source_sequence", "saved_ns", "published_ns", "decoder"),
+    *("message_flag", "has_slot", "flags", "drafts", "_make"),
+)
 
 
 def merged(parts: Sequence[OutputBatch]) -> OutputBatch:
-    """Returns the batches of several decoders for one step as one, in row order."""
-    head = parts[0]
-    counts = np.concatenate([np.diff(p.token_offsets.astype(np.int64)) for p in parts])
+    """Returns the batches of several decoders for one step as one, in row order.
+
+    Its columns are its own; its requests are resolved when they are asked for.
+    """
+    return _joined(parts, np.argsort(np.concatenate([p.row for p in parts]), kind="stable"))
+
+
+def _joined(parts: Sequence[OutputBatch], order: Array) -> OutputBatch:
     rows = np.concatenate([p.row for p in parts])
-    order = np.argsort(rows, kind="stable")
-    begins = np.concatenate(([0], np.cumsum(counts)))[:-1]
-    tokens = np.concatenate(
-        [np.arange(begins[i], begins[i] + counts[i]) for i in order] or [np.zeros(0, np.int64)]
-    ).astype(np.int64)
-    width = max(p.width for p in parts)
-    requests = [r for p in parts for r in p.requests]
+    places = [(p, i) for p in parts for i in range(p.num_rows)]
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(p, name) for p in parts])[order] for name in _ROW_COLUMNS
+    }
+    tokens, columns["token_offsets"] = _ragged([p.token_offsets for p in parts], order)
+    for name in _TOKEN_COLUMNS:
+        held = [getattr(p, name) for p in parts if getattr(p, name).size]
+        empty = getattr(parts[0], name)
+        columns[name] = (
+            np.concatenate(held)[tokens]
+            if held
+            else np.zeros((len(tokens), 0) if empty.ndim == 2 else 0, empty.dtype)
+        )
+    # A pooling frame holds a vector a row; a mark's final among others has none.
+    vectors = [p.vectors for p in parts if p.flags & _POOLING]
+    columns["vectors"] = np.concatenate(vectors)[order] if vectors else np.zeros((0, 0), np.float32)
+    num_drafts = sum(p.num_drafts for p in parts)
+    none = [np.zeros(p.num_rows + 1, np.uint32) for p in parts]
+    drafts, columns["draft_offsets"] = _ragged(
+        [p.draft_offsets if p.num_drafts else n for p, n in zip(parts, none, strict=True)], order
+    )
+    ids = np.concatenate([p.draft_token_ids for p in parts])
+    columns["draft_token_ids"] = ids[drafts] if num_drafts else ids
+    columns["finals"] = _moved_finals(parts, order)
+    if len(parts) > 1:
+        columns["drafts"] = None
+    head = {name: getattr(parts[0], name) for name in _HEAD_FIELDS}
+    return _OwnBatch(
+        lambda i: _request_at(*places[order[i]]),
+        **{**head, **columns},
+        committed_ns=max(p.committed_ns for p in parts),
+        num_rows=len(rows),
+        num_tokens=sum(p.num_tokens for p in parts),
+        width=max(p.width for p in parts),
+        num_finals=sum(p.num_finals for p in parts),
+        num_drafts=num_drafts,
+        num_firsts=sum(p.num_firsts for p in parts),
+    )
+
+
+def _ragged(offsets: Sequence[Array], order: Array) -> tuple[Array, Array]:
+    """Returns the places of every piece's items in the wanted order of rows, and the new
+    offsets."""
+    counts = np.concatenate([np.diff(o.astype(np.int64)) for o in offsets])
+    begins, wanted = np.cumsum(counts) - counts, counts[order]
+    new = np.concatenate(([0], np.cumsum(wanted)))
+    # Item j of the new order lies as far behind its row's old begin as behind its new one.
+    flat = np.repeat(begins[order] - new[:-1], wanted) + np.arange(new[-1])
+    return flat, new.astype(np.uint32)
+
+
+def _moved_finals(parts: Sequence[OutputBatch], order: Array) -> Array:
     place = np.empty(len(order), np.uint32)
     place[order] = np.arange(len(order), dtype=np.uint32)
     finals, first = [], 0
@@ -298,48 +334,20 @@ def merged(parts: Sequence[OutputBatch]) -> OutputBatch:
         part["index"] = place[part["index"].astype(np.int64) + first]
         finals.append(part)
         first += p.num_rows
-
-    def joined(name: str) -> Array:
-        with_tokens = [
-            getattr(p, name) for p in parts if p.num_tokens or name not in _TOKEN_COLUMNS
-        ]
-        return np.concatenate(with_tokens) if with_tokens else getattr(head, name).copy()
-
-    columns: dict[str, Any] = {n: joined(n)[order] for n in _ROW_COLUMNS}
-    columns.update({n: joined(n)[tokens] if len(joined(n)) else joined(n) for n in _TOKEN_COLUMNS})
-    columns["token_offsets"] = np.concatenate(([0], np.cumsum(counts[order]))).astype(np.uint32)
-    columns["finals"] = np.sort(np.concatenate(finals), order="index")
-    columns["requests"] = [requests[i] for i in order]
-    return _OwnBatch(
-        number=head.number,
-        step=head.step,
-        source_sequence=head.source_sequence,
-        saved_ns=head.saved_ns,
-        published_ns=head.published_ns,
-        committed_ns=max(p.committed_ns for p in parts),
-        decoder=head.decoder,
-        num_rows=len(rows),
-        num_tokens=int(counts.sum()),
-        width=width,
-        num_finals=sum(p.num_finals for p in parts),
-        message_flag=head.message_flag,
-        has_slot=head.has_slot,
-        **columns,
-    )
-
-
-_ROW_COLUMNS = ("row", "generation", "send_idx", "finish_reason")
-_TOKEN_COLUMNS = ("token_ids", "topk_ids", "topk_logprobs", "ranks")
+    return np.sort(np.concatenate(finals), order="index")
 
 
 def finals_without_step(
-    ended: Sequence[tuple[int, int, Request]], reason: FinishReason
+    ended: Sequence[tuple[int, int, Request]],
+    reason: FinishReason,
+    make: Callable[[OutputBatch], list[AnyOutput]],
 ) -> OutputBatch:
     """Returns the finals that the handle makes itself, of (row, generation, request) each."""
     n = len(ended)
     finals = np.zeros(n, FINAL)
     finals["index"] = np.arange(n)
     return _OwnBatch(
+        lambda i: ended[i][2],
         number=0,
         step=0,
         source_sequence=0,
@@ -351,17 +359,25 @@ def finals_without_step(
         num_tokens=0,
         width=0,
         num_finals=n,
-        message_flag=_OUTPUT_TYPE,
+        num_drafts=0,
+        num_firsts=0,
+        message_flag=TARGET,
         has_slot=False,
+        flags=0,
+        drafts=None,
+        _make=make,
         row=np.array([e[0] for e in ended], np.uint32),
         generation=np.array([e[1] for e in ended], np.uint32),
         send_idx=np.zeros(n, np.uint32),
         token_offsets=np.zeros(n + 1, np.uint32),
         finish_reason=np.full(n, int(reason), np.uint8),
+        first_token_ns=np.zeros(n, np.uint64),
         token_ids=np.zeros(0, np.int32),
         topk_ids=np.zeros((0, 0), np.int32),
         topk_logprobs=np.zeros((0, 0), np.float32),
         ranks=np.zeros(0, np.int32),
+        vectors=np.zeros((0, 0), np.float32),
+        draft_offsets=np.zeros(0, np.uint32),
+        draft_token_ids=np.zeros(0, np.int32),
         finals=finals,
-        requests=[e[2] for e in ended],
     )

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import select
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
 from tokenpipe import _native
 from tokenpipe.channel import CommandChannel, Reply
-from tokenpipe.children import how_it_ended
 from tokenpipe.commands import ANY_ROW, CommandKind, FinishReason, ReplyStatus
 from tokenpipe.config import PipelineConfig
 from tokenpipe.delivery import Delivery, OpenRequests
@@ -25,22 +20,27 @@ from tokenpipe.errors import (
     DrainingError,
     DuplicateRequestError,
     InvalidRequestError,
+    NoFreeBlocksError,
     NoFreeRowError,
+    NotAcknowledgedError,
     NotEnoughBlocksError,
     PartyExistsError,
     PipelineGoneError,
-    PipelineStartError,
     RequestAbortedError,
     RowBusyError,
     SyncTimeoutError,
     TokenpipeError,
     UnknownRequestError,
-    from_json,
 )
+from tokenpipe.events import RequestEvent
+from tokenpipe.handover import SENT, FirstTokenSink, Handover
+from tokenpipe.keeper import Keeper
 from tokenpipe.layout import PipelineState
-from tokenpipe.outputs import OutputBatch, RequestOutput
+from tokenpipe.objects import ObjectMaker
+from tokenpipe.outputs import OutputBatch
+from tokenpipe.records import AnyOutput
 from tokenpipe.requests import Admission, Request
-from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, Segment, start_time, sweep
+from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, Segment, leftovers, start_time, sweep
 from tokenpipe.status import View, judge, role_names, status_of
 from tokenpipe.streams import Streams
 from tokenpipe.writer import EngineWriter
@@ -57,40 +57,60 @@ class Pipeline:
     thread; those that block say so.
     """
 
-    def __init__(self, config: PipelineConfig | None = None) -> None:
-        """Starts a pipeline. Blocks up to `start_timeout_s`. Raises the coordinator's own error
-        (ConfigError, SegmentExistsError, SegmentSpaceError, PortInUseError, ChildBootError ...)."""
+    def __init__(
+        self,
+        config: PipelineConfig | None = None,
+        *,
+        on_event: Callable[[RequestEvent], None] | None = None,
+        on_first_token: FirstTokenSink | None = None,
+    ) -> None:
+        """Starts a pipeline. Blocks up to `start_timeout_s`.
+
+        `on_event` hears of first tokens and ends, in the thread that reads. `on_first_token` gets
+        (disaggregate_info, [output]) of a prefill instance once prefill_done() was called. Raises
+        the
+        coordinator's own error (ConfigError, SegmentExistsError, SegmentSpaceError, PortInUseError,
+        ChildBootError ...).
+        """
         config = config or PipelineConfig()
-        self._process: subprocess.Popen[bytes] | None
-        self._process, self._owner_fd, ready = _spawn_coordinator(config)
-        self.health_url = str(ready["health_url"])
-        self.pids: dict[str, int] = {"coordinator": int(ready["pid"]), **ready["pids"]}
+        self._keeper: Keeper | None = Keeper(config)
+        self.health_url = self._keeper.health_url
         try:
-            self._open(config.name, timeout_s=1.0)
+            self._open(config.name, 1.0, on_event, on_first_token)
         except BaseException:
-            os.close(self._owner_fd)
-            self._process.wait()
+            self._keeper.stop(_STOP_GRACE_S)
             raise
 
     @classmethod
-    def attach(cls, name: str, timeout_s: float = 10.0) -> Pipeline:
+    def attach(
+        cls,
+        name: str,
+        timeout_s: float = 10.0,
+        *,
+        on_event: Callable[[RequestEvent], None] | None = None,
+        on_first_token: FirstTokenSink | None = None,
+    ) -> Pipeline:
         """Returns the client of a running pipeline, waiting for it to be ready.
 
         Frames that a former client had in hand come again, with the same numbers. Raises
         SegmentMissingError, LayoutMismatchError, PartyExistsError (pid of the client it has).
         """
         self = cls.__new__(cls)
-        self._process, self._owner_fd = None, -1
-        self._open(name, timeout_s)
+        self._keeper = None
+        self._open(name, timeout_s, on_event, on_first_token)
         view = View(self._segment)
         self.health_url = (
             f"http://{self.config.health_host}:{int(view.header['health_port'])}/health"
         )
-        names = role_names(self.config.num_decoders)
-        self.pids = {n: int(r["pid"]) for n, r in zip(names, view.roles, strict=True)}
         return self
 
-    def _open(self, name: str, timeout_s: float) -> None:
+    def _open(
+        self,
+        name: str,
+        timeout_s: float,
+        on_event: Callable[[RequestEvent], None] | None,
+        on_first_token: FirstTokenSink | None,
+    ) -> None:
         self._segment = Segment.attach(name, timeout_s)
         self._view = View(self._segment)
         self.config = self._segment.config
@@ -102,8 +122,17 @@ class Pipeline:
         self._client = _native.Client(core, self.config.spin_us / 1e6)
         self._client.announce(os.getpid(), start_time(os.getpid()) or 0)
         self._requests = OpenRequests(core, self.config.max_num_seqs)
+        self._handover = Handover(on_first_token, self.config.prefill_timeout_s)
+        self._wall_offset_ns = int(self._view.header["wall_offset_ns"])
         self._delivery = Delivery(
-            self._segment, self._client, self._requests, self._is_over, self._last_reason
+            self._segment,
+            self._client,
+            self._requests,
+            self._is_over,
+            self._last_reason,
+            ObjectMaker(self.config, self._wall_offset_ns),
+            on_event,
+            self._handover,
         )
         self._channel = CommandChannel(self._client, self.config.command_slots, self._raise_if_gone)
         self._streams: Streams | None = None
@@ -116,6 +145,12 @@ class Pipeline:
         """The pipeline's name, for EngineWriter.attach and Pipeline.attach."""
         return self.config.name
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Pid of each role's present life, the coordinator's included."""
+        names = role_names(self.config.num_decoders)
+        return {n: int(r["pid"]) for n, r in zip(names, self._view.roles, strict=True)}
+
     # -------------------------------------------------------------- is it still there
 
     def _is_over(self) -> bool:
@@ -124,6 +159,8 @@ class Pipeline:
         if self._is_closed or _native.is_gone(self._segment.source):
             return True
         if self._segment.is_locked(LOCK_COORDINATOR):
+            return False
+        if self._keeper is not None and self._keeper.is_replacing:
             return False
         # Roles end on their own within orphan_grace_s, and may deliver until then.
         return not self._segment.has_roles()
@@ -184,6 +221,13 @@ class Pipeline:
                 num_emitted=request.num_emitted_tokens,
                 prompt_tokens=len(request.prompt_token_ids),
                 num_blocks=request.blocks_wanted(self.config),
+                num_chunks=len(request.prefill_chunk_info or ()),
+                flags=request.flags,
+                arrival_ns=self._monotonic_ns(request.metrics.arrival_time),
+                preprocess_end_ns=self._monotonic_ns(request.metrics.preprocess_end_time),
+                inference_start_ns=self._monotonic_ns(
+                    request.metrics.inference_start(self.config.role)
+                ),
             )
             if reply.status is not ReplyStatus.OK:
                 raise self._refusal(request, reply, row, time.monotonic() - begun)
@@ -194,7 +238,13 @@ class Pipeline:
             raise
         admission = Admission(request.request_id, reply.row, reply.generation, reply.block_ids)
         self._requests.admit(admission, request)
+        if self.config.role == "prefill" and request.disaggregate_info is not None:
+            self._handover.expect(request.request_id, reply.row, reply.generation)
         return admission
+
+    def _monotonic_ns(self, wall_s: float | None) -> int:
+        """A stamp of the caller on our clock; 0 for one that is missing or older than the clock."""
+        return 0 if wall_s is None else max(0, int(wall_s * 1e9) - self._wall_offset_ns)
 
     def _refusal(
         self, request: Request, reply: Reply, row: int | None, waited_s: float
@@ -228,15 +278,88 @@ class Pipeline:
         after `abort_timeout_s`. Returns for each id whether there was something to abort: unknown
         and finished ids are answered with False.
         """
+        return self._tell(CommandKind.ABORT, ids)
+
+    def _tell(self, kind: CommandKind, ids: str | Iterable[str] | None) -> dict[str, bool]:
         if ids is None:
             ids = self._requests.ids()
         elif isinstance(ids, str):
             ids = [ids]
         return {
-            request_id: self._channel.call(CommandKind.ABORT, id=request_id).status
-            is ReplyStatus.OK
+            request_id: self._channel.call(kind, id=request_id).status is ReplyStatus.OK
             for request_id in ids
         }
+
+    def preempt(self, ids: str | Iterable[str] | None = None) -> dict[str, bool]:
+        """Asks the engine to let go of running requests for a while: one id, many, or all (None).
+
+        Blocks for the coordinator's answer only. The request keeps its row, generation and blocks;
+        the engine hears of it by poll_control, and acknowledges with state 3. Tokens that are on
+        their way are delivered (a decode instance's are not). An acknowledgement that does not
+        come in `abort_timeout_s` ends the request with an error. Returns for each id whether it
+        was running.
+        """
+        return self._tell(CommandKind.PREEMPT, ids)
+
+    def resume(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Lets the engine run a preempted request again, in the same row and generation.
+
+        Blocks until the engine has acknowledged, for `timeout_s` at most. Positions go on: a token
+        that is sent again (`positions=`) is dropped and counted. Raises UnknownRequestError when it
+        has ended, NotAcknowledgedError.
+        """
+        begun = time.monotonic()
+        reply = self._channel.call(CommandKind.RESUME, timeout_s, id=request_id)
+        if reply.status is not ReplyStatus.OK:
+            if reply.status is ReplyStatus.UNKNOWN:
+                raise UnknownRequestError(request_id)
+            if reply.status is ReplyStatus.DRAINING:
+                raise DrainingError(self.name)
+            raise NotAcknowledgedError(request_id, round(time.monotonic() - begun, 3))
+
+    def grow(
+        self, request_id: str, num_blocks: int, *, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Gives a running request more KV blocks and returns their ids.
+
+        Blocks until so many are free, before any waiting submit, for `timeout_s` at most. Raises
+        UnknownRequestError, NotEnoughBlocksError (more than the pool has), NoFreeBlocksError.
+        """
+        if num_blocks < 1:
+            raise InvalidRequestError(request_id, "num_blocks", num_blocks, "must be 1 or more")
+        begun = time.monotonic()
+        reply = self._channel.call(
+            CommandKind.GROW, timeout_s, id=request_id, num_blocks=num_blocks
+        )
+        if reply.status is ReplyStatus.OK:
+            return reply.block_ids
+        if reply.status is ReplyStatus.UNKNOWN:
+            raise UnknownRequestError(request_id)
+        if reply.status is ReplyStatus.TOO_MANY_BLOCKS:
+            raise NotEnoughBlocksError(request_id, num_blocks, self.config.num_blocks)
+        if reply.status is ReplyStatus.DRAINING:
+            raise DrainingError(self.name)
+        raise NoFreeBlocksError(request_id, num_blocks, round(time.monotonic() - begun, 3))
+
+    def prefill_done(self, request_id: str, status: str = SENT) -> bool:
+        """Tells a prefill instance what the cache sender said of a request.
+
+        Its row and blocks come back, and its first token goes to `on_first_token`, with error 501
+        unless `status` is "finished". May be called before the first token has been read. Returns
+        False when nothing of that id waits for it.
+        """
+        place = self._handover.take_place(request_id)
+        if place is None:
+            return False
+        row, generation = place
+        reply = self._channel.call(CommandKind.PREFILL_DONE, row=row, generation=generation)
+        self._handover.answer(row, generation, status)
+        return reply.status is ReplyStatus.OK
+
+    def clear(self) -> None:
+        """Ends every request with an error record, and every waiting submit with
+        RequestAbortedError. Blocks for the coordinator's answer only."""
+        self._channel.call(CommandKind.CLEAR)
 
     # -------------------------------------------------------------- delivery
 
@@ -275,7 +398,7 @@ class Pipeline:
             finally:
                 batch.release()
 
-    async def stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def stream(self, request_id: str) -> AsyncIterator[AnyOutput]:
         """Yields the outputs of one request up to its final.
 
         Outputs wait in the request's own buffer, so a slow stream delays itself only; leaving the
@@ -322,6 +445,8 @@ class Pipeline:
             if not behind and not unswept:
                 return
             self._raise_if_gone()
+            if not behind:
+                self._client.ring()  # a turn without an end wakes nobody
             if time.monotonic() >= deadline:
                 raise SyncTimeoutError(*self._stage(target, behind, unswept, timeout_s))
             time.sleep(_POLL_S)
@@ -372,26 +497,23 @@ class Pipeline:
         ended."""
         if self._is_closed:
             return
-        if self._process is not None:
-            os.close(self._owner_fd)  # its end-of-file is the coordinator's word to stop
-            try:
-                self._process.wait(_STOP_GRACE_S + self.config.orphan_grace_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        killed = False
+        if self._keeper is not None:
+            killed = self._keeper.stop(_STOP_GRACE_S + self.config.orphan_grace_s)
         self._is_closed = True
         if self._streams is not None:
             self._streams.close()
         self._segment.close()
-        if self._process is not None and self._process.returncode < 0:
+        if killed:
             self._clean_after_a_kill()
 
     def _clean_after_a_kill(self) -> None:
         """A coordinator that was killed could not remove its segments; its roles end by
         themselves."""
         deadline = time.monotonic() + self.config.orphan_grace_s + _STOP_GRACE_S
-        while sweep(self.name) == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while any(leftovers(self.name)) and time.monotonic() < deadline:
+            if sweep(self.name) == 0:
+                time.sleep(0.02)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -403,57 +525,3 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _spawn_coordinator(
-    config: PipelineConfig,
-) -> tuple[subprocess.Popen[bytes], int, Mapping[str, Any]]:
-    """Starts `tokenpipe serve` and waits for its ready line. Raises the error that it tells of."""
-    ready_read, ready_write = os.pipe()
-    owner_read, owner_write = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tokenpipe", "serve", *config.to_cli_args()),
-                *(f"--name={config.name}", f"--ready-fd={ready_write}"),
-                f"--owner-fd={owner_read}",
-            ],
-            pass_fds=(ready_write, owner_read),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the owner's to handle: it closes the pipeline
-        )
-    except BaseException:
-        os.close(ready_read)
-        os.close(owner_write)
-        raise
-    finally:
-        os.close(ready_write)
-        os.close(owner_read)
-    try:
-        return process, owner_write, _read_ready(process, ready_read, config.start_timeout_s + 10)
-    except BaseException:
-        os.close(owner_write)
-        process.kill() if process.poll() is None else None
-        process.wait()
-        raise
-    finally:
-        os.close(ready_read)
-
-
-def _read_ready(process: subprocess.Popen[bytes], fd: int, timeout_s: float) -> Mapping[str, Any]:
-    deadline = time.monotonic() + timeout_s
-    line = b""
-    while not line.endswith(b"\n"):
-        readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            raise PipelineStartError(f"start: no ready line within {timeout_s:g} s", 1)
-        piece = os.read(fd, 65536)
-        if not piece:
-            code = process.wait()
-            raise PipelineStartError(f"start: the coordinator {how_it_ended(code)}", code)
-        line += piece
-    told: Mapping[str, Any] = json.loads(line)
-    if told["event"] != "ready":
-        process.wait()
-        raise from_json(line.decode())
-    return told

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tokenpipe.commands import AdmissionFlag
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import InvalidRequestError
+from tokenpipe.records import LogprobsLists, RequestMetrics
 
 _INT32 = 2**31
 
@@ -34,6 +36,20 @@ class Request:
     multimodal_inputs: dict[str, Any] | None = None
     ic_req_data: Any = None
     trace_carrier: dict[str, str] | None = None
+    """On the last output only."""
+    user: str = ""
+    """Named in trace events."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    """The caller's stamps; each output carries a copy with its own filled in."""
+    disaggregate_info: dict[str, Any] | None = None
+    """Not None: prefill and decode run on two instances."""
+    prefill_chunk_info: Sequence[int] | None = None
+    """Tokens per prefill chunk: the tokens sampled at all but the last are not delivered."""
+    warm_up: bool = False
+    """Its tokens are counted apart and not delivered; only its end is."""
+    _prompt_pieces: list[tuple[int, LogprobsLists]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def check(self, config: PipelineConfig) -> None:
         """Raises InvalidRequestError (field, value, why) for what cannot work."""
@@ -59,8 +75,33 @@ class Request:
             refuse("num_emitted_tokens", self.num_emitted_tokens, "must be 0 or more")
         if self.max_tokens is not None and not self.num_emitted_tokens < self.max_tokens < _INT32:
             refuse("max_tokens", self.max_tokens, f"must be above {self.num_emitted_tokens}")
+        if self.prefill_chunk_info is not None and len(self.prefill_chunk_info) >= _INT32:
+            refuse("prefill_chunk_info", len(self.prefill_chunk_info), "too many chunks")
         if self.num_blocks is not None and self.num_blocks < 0:
             refuse("num_blocks", self.num_blocks, "must be 0 or more")
+
+    def add_prompt_logprobs(self, begin: int, piece: LogprobsLists) -> None:
+        """Keeps a piece of the prompt's logprobs, that of prompt token `begin` and following."""
+        self._prompt_pieces.append((begin, piece))
+
+    def take_prompt_logprobs(self) -> LogprobsLists | None:
+        """Returns what has come of the prompt's logprobs since the last call, in prompt order."""
+        if not self._prompt_pieces:
+            return None
+        pieces = [piece for _begin, piece in sorted(self._prompt_pieces, key=lambda p: p[0])]
+        self._prompt_pieces.clear()
+        return LogprobsLists(
+            [row for p in pieces for row in p.logprob_token_ids],
+            [row for p in pieces for row in p.logprobs],
+            [rank for p in pieces for rank in p.sampled_token_ranks],
+        )
+
+    @property
+    def flags(self) -> int:
+        """What the admission record says of the request."""
+        return (AdmissionFlag.DISAGGREGATED if self.disaggregate_info is not None else 0) | (
+            AdmissionFlag.WARM_UP if self.warm_up else 0
+        )
 
     def blocks_wanted(self, config: PipelineConfig) -> int:
         """Returns how many KV blocks the request reserves."""

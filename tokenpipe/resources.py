@@ -1,23 +1,41 @@
 """Rows and KV blocks: who gets them, and when they come back. Policy only: the stores are Book's.
 
 One release function, keyed by (row, generation), serves every way in which a request ends; it is
-level-triggered, so that calling it again does nothing.
+level-triggered, so that calling it again does nothing. What an end waits for:
+
+    stop, length, recovery, shutdown    nothing: the row and its blocks come back at once
+    abort, error                        the engine's acknowledgement (state 3), or
+    `abort_timeout_s`;
+                                        nothing when the row is preempted: the engine has let go of
+                                        it
+    stop of a prefill instance          prefill_done(), or `prefill_timeout_s`
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenpipe import _native
-from tokenpipe.commands import ANY_ROW, CommandKind, Control, FinishReason, ReplyStatus
+from tokenpipe.commands import (
+    ANY_ROW,
+    NO_BLOCK,
+    AdmissionFlag,
+    CommandKind,
+    Control,
+    FinishReason,
+    Phase,
+    ReplyStatus,
+)
 from tokenpipe.config import PipelineConfig
 
-# Ends that the engine may not know of yet: it is still writing into the row's blocks until it says
-# so.
+_log = logging.getLogger("tokenpipe.resources")
+
 _NEEDS_ACKNOWLEDGEMENT = (FinishReason.ABORT, FinishReason.ERROR)
+_WARN_EVERY_S = 30.0
 
 
 @dataclass
@@ -27,22 +45,38 @@ class Live:
     generation: int
     request_id: bytes
     blocks: list[int]
+    flags: int
+    phase: Phase = Phase.RUNNING
     terminal: FinishReason = FinishReason.NONE
+    acknowledged: int = 0
+    """Acknowledgements of this life that a decoder has committed."""
+    acknowledged_before: int = 0
+    """Those that were there when the engine was told to let go: only a later one counts."""
     deadline: float | None = None
-    """When a row whose end waits for the engine's acknowledgement is taken back without it."""
+    """When what is waited for is not waited for any longer."""
+    is_told: bool = False
+    """Its end was asked for here, and the engine told."""
+    is_handed_over: bool = False
+    """prefill_done() was called."""
 
 
 @dataclass
 class Waiting:
-    """A submit that has no row yet. Its command stays in its slot."""
+    """A command that cannot be done yet; it stays in its slot."""
 
-    slot: int
     command: dict[str, Any]
+    row: int = ANY_ROW
+    generation: int = 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its caller waits no longer."""
+        return bool(time.monotonic() >= self.command["deadline_ns"] / 1e9)
 
 
 @dataclass
 class Totals:
-    """What the coordinator has done since it started; for /status and /metrics."""
+    """What the coordinator has done since it started."""
 
     admitted: int = 0
     refused: int = 0
@@ -53,7 +87,7 @@ class Totals:
 
 
 class Resources:
-    """Rows, generations and the block pool, with the submits that wait for them."""
+    """Rows, generations and the block pool, with the commands that wait for them."""
 
     def __init__(self, core: _native.Core, book: _native.Book, config: PipelineConfig) -> None:
         self._core, self._book = core, book
@@ -63,12 +97,26 @@ class Resources:
         self._free_rows: deque[int] = deque()
         self._generation: list[int] = []
         self._free_blocks: deque[int] = deque()
-        self._waiting: dict[int, Waiting] = {}
+        self._submits: dict[int, Waiting] = {}
+        self._growths: dict[int, Waiting] = {}
+        self._resumes: dict[int, Waiting] = {}
+        self._drains: dict[int, float] = {}
         self._seen_turn = [-1] * config.num_decoders
-        self._pending: set[int] = set()
+        self._timed: set[int] = set()
+        self._warned = 0.0
         self.high_water = 0
         self.totals = Totals()
         self.is_accepting = True
+        self._do = {
+            CommandKind.SUBMIT: self._submit,
+            CommandKind.ABORT: self._abort,
+            CommandKind.PREEMPT: self._preempt,
+            CommandKind.RESUME: self._resume,
+            CommandKind.GROW: self._grow,
+            CommandKind.PREFILL_DONE: self._prefill_done,
+            CommandKind.CLEAR: self._clear,
+            CommandKind.DRAIN: self._drain,
+        }
         self._rebuild()
 
     @property
@@ -84,7 +132,12 @@ class Resources:
     @property
     def num_waiting(self) -> int:
         """Submits without a row."""
-        return len(self._waiting)
+        return len(self._submits)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows nobody has."""
+        return len(self._free_rows)
 
     @property
     def num_free_blocks(self) -> int:
@@ -93,63 +146,78 @@ class Resources:
 
     def _rebuild(self) -> None:
         """Derives every list from the segment, as a coordinator must that takes over."""
-        owners = self._book.block_owners()
-        for row, (admitted, freed, _end, request_id, _) in enumerate(_native.rows(self._core)):
+        for row, known in enumerate(_native.rows(self._core)):
+            admitted, freed, end, request_id, flags, phase, before, is_told, handed_over = known
             self._generation.append(admitted)
             if admitted == freed:
                 self._free_rows.append(row)
                 continue
-            blocks = [b for b, owner in enumerate(owners) if owner == (row, admitted)]
-            self._live[row] = Live(admitted, request_id, blocks)
-            self._row_of[request_id] = row
-        taken = {b for live in self._live.values() for b in live.blocks}
-        self._free_blocks.extend(b for b in range(self._config.num_blocks) if b not in taken)
+            blocks = self._book.blocks_of(row)
+            live = Live(admitted, request_id, blocks, flags, Phase(phase))
+            live.acknowledged_before, live.is_handed_over = before, bool(handed_over)
+            live.is_told = is_told
+            if live.phase is Phase.PREEMPTING:
+                self._book.repeat_preempt(row, admitted)
+                self._time(row, live, self._config.abort_timeout_s)
+            self._live[row] = live
+            if not end:  # an id is free again once its final is out
+                self._row_of[request_id] = row
+        self._rebuild_blocks()
         for slot in self._book.posted():  # a command whose choice is logged comes before all others
             command = self._book.command(slot)
-            if command["kind"] == CommandKind.SUBMIT and command["choice_generation"]:
-                self._finish_choice(slot, command)
+            if command["choice_generation"] and command["kind"] == CommandKind.SUBMIT:
+                self._finish_submit(slot, command)
+            elif command["choice_generation"] and command["kind"] == CommandKind.GROW:
+                self._finish_growth(slot, command)
 
-    def _finish_choice(self, slot: int, command: dict[str, Any]) -> None:
+    def _rebuild_blocks(self) -> None:
+        """A block is owned when it is in the chain of the admission that it names."""
+        owned = {block for live in self._live.values() for block in live.blocks}
+        for block, (_row, generation) in enumerate(self._book.block_owners()):
+            if block in owned:
+                continue
+            if generation:
+                self._book.disown(block)
+            self._free_blocks.append(block)
+
+    def _finish_submit(self, slot: int, command: dict[str, Any]) -> None:
         row, generation = command["choice_row"], command["choice_generation"]
         if self._book.is_applied(slot):
             self._book.open_control(row, generation)
-            self._book.reply(slot, ReplyStatus.OK, row, generation)
+            self._reply_with_blocks(slot, row, generation, self._book.blocks_of(row))
             return
         self._free_rows.remove(row)
         self._give(slot, command, row, generation)
 
+    def _finish_growth(self, slot: int, command: dict[str, Any]) -> None:
+        """A growth logs how many blocks there were, plus one, in the generation's place."""
+        row, before = command["choice_row"], command["choice_generation"] - 1
+        live = self._live.get(row)
+        if live is not None and live.request_id == command["id"]:
+            new = live.blocks[before : before + command["num_blocks"]]
+            if len(new) == command["num_blocks"]:
+                self._reply_with_blocks(slot, row, live.generation, new)
+
     # -------------------------------------------------------------- commands
 
     def serve(self) -> None:
-        """Does every posted command that can be done; a submit without a row waits its turn."""
-        now = time.monotonic()
+        """Does every posted command that can be done; the others wait, each for itself."""
         for slot in self._book.posted():
-            if slot in self._waiting:
+            if slot in self._submits or slot in self._growths or slot in self._resumes:
+                continue
+            if slot in self._drains:
                 continue
             command = self._book.command(slot)
-            kind = command["kind"]
-            if kind == CommandKind.SUBMIT:
-                self._begin_submit(slot, command)
-            elif kind == CommandKind.ABORT:
-                self._abort(slot, command)
-            elif kind != CommandKind.DRAIN:  # the coordinator's own
+            do = self._do.get(command["kind"])
+            if do is None:
                 self._book.reply(slot, ReplyStatus.BAD_COMMAND)
-        self._admit_waiting(now)
+            else:
+                do(slot, command)
+        self._resume_waiting()
+        self._grow_waiting()
+        self._admit_waiting()
 
-    def drain_commands(self) -> list[tuple[int, float]]:
-        """Returns (slot, limit in seconds) of the drains that are asked for."""
-        found = []
-        for slot in self._book.posted():
-            command = self._book.command(slot)
-            if command["kind"] == CommandKind.DRAIN:
-                found.append((slot, command["argument"] / 1e9))
-        return found
-
-    def answer_drain(self, slot: int) -> None:
-        """Tells the caller of drain() that the drain has begun."""
-        self._book.reply(slot, ReplyStatus.OK)
-
-    def _begin_submit(self, slot: int, command: dict[str, Any]) -> None:
+    def _submit(self, slot: int, command: dict[str, Any]) -> None:
         if not self.is_accepting:
             self._refuse(slot, ReplyStatus.DRAINING)
         elif command["num_blocks"] > self._config.num_blocks:
@@ -159,32 +227,32 @@ class Resources:
         elif self._is_duplicate(command["id"]):
             self._refuse(slot, ReplyStatus.DUPLICATE)
         else:
-            self._waiting[slot] = Waiting(slot, command)
+            self._submits[slot] = Waiting(command)
 
     def _is_duplicate(self, request_id: bytes) -> bool:
         if request_id in self._row_of:
             self.sweep()  # its final may be out already: then the id is free
         return request_id in self._row_of or any(
-            w.command["id"] == request_id for w in self._waiting.values()
+            w.command["id"] == request_id for w in self._submits.values()
         )
 
     def _refuse(self, slot: int, status: ReplyStatus) -> None:
         self.totals.refused += 1
         self._book.reply(slot, status)
 
-    def _admit_waiting(self, now: float) -> None:
+    def _admit_waiting(self) -> None:
         """First come, first served: a submit for any row does not pass one that came before it."""
-        is_blocked = False
-        for slot, waiting in list(self._waiting.items()):
+        is_blocked = bool(self._growths)  # a running request goes before a new one
+        for slot, waiting in list(self._submits.items()):
             command = waiting.command
             row = self._row_for(command, is_blocked)
             if row is not None:
-                del self._waiting[slot]
+                del self._submits[slot]
                 generation = self._generation[row] + 1
                 self._book.log_choice(slot, row, generation)
                 self._give(slot, command, row, generation)
-            elif now >= command["deadline_ns"] / 1e9:
-                del self._waiting[slot]
+            elif waiting.is_overdue:
+                del self._submits[slot]
                 self.totals.timed_out += 1
                 is_any = command["row"] == ANY_ROW
                 self._book.reply(slot, ReplyStatus.NO_FREE_ROW if is_any else ReplyStatus.ROW_BUSY)
@@ -192,7 +260,8 @@ class Resources:
                 is_blocked = True
 
     def _row_for(self, command: dict[str, Any], is_blocked: bool) -> int | None:
-        if command["num_blocks"] > len(self._free_blocks):
+        count = command["num_blocks"]
+        if count > len(self._free_blocks) or (count and self._growths):
             return None
         wanted: int = command["row"]
         if wanted != ANY_ROW:
@@ -203,44 +272,163 @@ class Resources:
         return self._free_rows.popleft() if self._free_rows and not is_blocked else None
 
     def _give(self, slot: int, command: dict[str, Any], row: int, generation: int) -> None:
-        blocks = [self._free_blocks.popleft() for _ in range(command["num_blocks"])]
+        blocks = self._take_blocks(command["num_blocks"])
         self._book.admit(slot, row, generation, blocks)
         self._generation[row] = generation
-        self._live[row] = Live(generation, command["id"], blocks)
+        self._live[row] = Live(generation, command["id"], blocks, command["flags"])
         self._row_of[command["id"]] = row
         self.high_water = max(self.high_water, len(self._live))
         self.totals.admitted += 1
-        self._book.reply(slot, ReplyStatus.OK, row, generation)
+        self._reply_with_blocks(slot, row, generation, blocks)
+
+    def _take_blocks(self, count: int) -> list[int]:
+        return [self._free_blocks.popleft() for _ in range(count)]
+
+    def _reply_with_blocks(self, slot: int, row: int, generation: int, blocks: list[int]) -> None:
+        first = blocks[0] if blocks else NO_BLOCK
+        self._book.reply(slot, ReplyStatus.OK, row, generation, first_block=first)
+
+    def _find(self, slot: int, command: dict[str, Any]) -> int | None:
+        """The row of a running request; answers the command when there is none."""
+        row = self._row_of.get(command["id"])
+        if row is not None:
+            self.sweep()  # what has ended by now is not running
+            row = self._row_of.get(command["id"])
+        if row is None:
+            self._book.reply(slot, ReplyStatus.UNKNOWN)
+        return row
 
     def _abort(self, slot: int, command: dict[str, Any]) -> None:
-        request_id = command["id"]
-        for waiting_slot, waiting in list(self._waiting.items()):
-            if waiting.command["id"] == request_id:
-                del self._waiting[waiting_slot]
+        for waiting_slot, waiting in list(self._submits.items()):
+            if waiting.command["id"] == command["id"]:
+                del self._submits[waiting_slot]
                 self._book.reply(waiting_slot, ReplyStatus.ABORTED)
                 self._book.reply(slot, ReplyStatus.OK)
                 return
-        row = self._row_of.get(request_id)
-        if row is None:
-            self._book.reply(slot, ReplyStatus.UNKNOWN)
-            return
-        self.end(row, FinishReason.ABORT)
-        self._book.reply(slot, ReplyStatus.OK, row, self._live[row].generation)
+        row = self._find(slot, command)
+        if row is not None:
+            self.end(row, FinishReason.ABORT)
+            self._book.reply(slot, ReplyStatus.OK, row, self._live[row].generation)
 
     def end(self, row: int, reason: FinishReason) -> None:
         """Marks a row for its decoder to end, and tells the engine's scheduler."""
         live = self._live[row]
+        if live.phase is Phase.RUNNING:  # while it is being preempted one acknowledgement does both
+            live.acknowledged_before = live.acknowledged
+            self._book.note_acknowledged(row, live.acknowledged)
+        live.is_told = True
         self._book.mark(row, live.generation, reason)
         self._book.control(row, live.generation, Control.ABORT)
 
     def end_all(self, reason: FinishReason) -> None:
-        """Ends every running request and refuses every waiting one."""
-        for slot in list(self._waiting):
-            del self._waiting[slot]
-            self._refuse(slot, ReplyStatus.DRAINING)
+        """Ends every running request and refuses every command that waits."""
+        for waiting in (self._submits, self._growths, self._resumes):
+            for slot in list(waiting):
+                del waiting[slot]
+                self._refuse(slot, ReplyStatus.DRAINING)
+        self.end_running(reason)
+
+    def end_running(self, reason: FinishReason) -> None:
+        """Ends every running request."""
         for row, live in self._live.items():
             if live.terminal is FinishReason.NONE:
                 self.end(row, reason)
+
+    def _clear(self, slot: int, _command: dict[str, Any]) -> None:
+        for waiting_slot in list(self._submits):
+            del self._submits[waiting_slot]
+            self._refuse(waiting_slot, ReplyStatus.ABORTED)
+        self.end_running(FinishReason.ERROR)
+        self._book.reply(slot, ReplyStatus.OK)
+
+    def _preempt(self, slot: int, command: dict[str, Any]) -> None:
+        row = self._find(slot, command)
+        if row is None:
+            return
+        live = self._live[row]
+        if live.phase is Phase.RUNNING:
+            live.phase = Phase.PREEMPTING
+            live.acknowledged_before = live.acknowledged
+            shield = self._config.role == "decode"
+            self._book.preempt(row, live.generation, live.acknowledged, shield)
+            self._time(row, live, self._config.abort_timeout_s)
+        self._book.reply(slot, ReplyStatus.OK, row, live.generation)
+
+    def _resume(self, slot: int, command: dict[str, Any]) -> None:
+        row = self._find(slot, command)
+        if row is not None:
+            self._resumes[slot] = Waiting(command, row, self._live[row].generation)
+
+    def _resume_waiting(self) -> None:
+        for slot, waiting in list(self._resumes.items()):
+            live = self._live.get(waiting.row)
+            is_gone = live is None or live.generation != waiting.generation
+            if live is None or is_gone or live.terminal is not FinishReason.NONE:
+                status = ReplyStatus.UNKNOWN
+            elif live.phase is not Phase.PREEMPTING:
+                live.phase = Phase.RUNNING
+                live.acknowledged_before = live.acknowledged
+                self._book.resume(waiting.row, live.generation)
+                status = ReplyStatus.OK
+            elif waiting.is_overdue:
+                status = ReplyStatus.NOT_ACKNOWLEDGED
+            else:
+                continue
+            del self._resumes[slot]
+            self._book.reply(slot, status, waiting.row, waiting.generation)
+
+    def _grow(self, slot: int, command: dict[str, Any]) -> None:
+        row = self._find(slot, command)
+        if row is None:
+            return
+        live = self._live[row]
+        if len(live.blocks) + command["num_blocks"] > self._config.num_blocks:
+            self._refuse(slot, ReplyStatus.TOO_MANY_BLOCKS)
+        else:
+            self._growths[slot] = Waiting(command, row, live.generation)
+
+    def _grow_waiting(self) -> None:
+        for slot, waiting in list(self._growths.items()):
+            live = self._live.get(waiting.row)
+            count = waiting.command["num_blocks"]
+            is_gone = live is None or live.generation != waiting.generation
+            if live is None or is_gone or live.terminal is not FinishReason.NONE:
+                self._book.reply(slot, ReplyStatus.UNKNOWN)
+            elif count <= len(self._free_blocks):
+                blocks = self._take_blocks(count)
+                last = live.blocks[-1] if live.blocks else NO_BLOCK
+                self._book.log_choice(slot, waiting.row, len(live.blocks) + 1)
+                self._book.grow(waiting.row, live.generation, blocks, last)
+                live.blocks += blocks
+                self._reply_with_blocks(slot, waiting.row, live.generation, blocks)
+            elif waiting.is_overdue:
+                self._book.reply(slot, ReplyStatus.NO_FREE_BLOCKS)
+            else:
+                continue
+            del self._growths[slot]
+
+    def _prefill_done(self, slot: int, command: dict[str, Any]) -> None:
+        row, generation = command["row"], command["generation"]
+        live = self._live.get(row)
+        if live is None or live.generation != generation:
+            self._book.reply(slot, ReplyStatus.UNKNOWN)
+            return
+        live.is_handed_over = True
+        self._book.set_handed_over(row)
+        if live.terminal is FinishReason.STOP and self._is_prefill(live):
+            self._release(row, generation)
+        self._book.reply(slot, ReplyStatus.OK, row, generation)
+
+    def _drain(self, slot: int, command: dict[str, Any]) -> None:
+        self._drains[slot] = command["argument"] / 1e9
+
+    def take_drains(self) -> list[float]:
+        """Returns the limits in seconds of the drains that are asked for, and answers them."""
+        limits = list(self._drains.values())
+        for slot in self._drains:
+            self._book.reply(slot, ReplyStatus.OK)
+        self._drains.clear()
+        return limits
 
     # -------------------------------------------------------------- what comes back
 
@@ -250,38 +438,90 @@ class Resources:
             if self._book.turn(k) == self._seen_turn[k]:
                 continue
             turn, endings = self._book.endings(k)
-            for row, generation, terminal, acknowledged, _count, _emitted in endings:
-                self._take_back(row, generation, FinishReason(terminal), acknowledged == generation)
+            for row, generation, terminal, _acknowledged, count, _emitted in endings:
+                live = self._live.get(row)
+                if live is not None and live.generation == generation:
+                    live.acknowledged = count
+                    self._look_at(row, live, FinishReason(terminal))
             self._seen_turn[k] = turn
             self._book.set_swept(k, turn)
 
-    def _take_back(
-        self, row: int, generation: int, terminal: FinishReason, is_acknowledged: bool
-    ) -> None:
-        live = self._live.get(row)
-        if live is None or live.generation != generation or terminal is FinishReason.NONE:
-            return
-        if live.terminal is FinishReason.NONE:
-            live.terminal = terminal
-            name = terminal.name.lower()
-            self.totals.finals[name] = self.totals.finals.get(name, 0) + 1
-            self._row_of.pop(live.request_id, None)
-            if terminal in _NEEDS_ACKNOWLEDGEMENT:
-                live.deadline = time.monotonic() + self._config.abort_timeout_s
-                self._pending.add(row)
-                if terminal is FinishReason.ERROR:
-                    self._book.control(row, generation, Control.ABORT)
-        if live.deadline is None or is_acknowledged:
-            self._release(row, generation)
+    def _look_at(self, row: int, live: Live, terminal: FinishReason) -> None:
+        if terminal is not FinishReason.NONE and live.terminal is FinishReason.NONE:
+            self._note_end(row, live, terminal)
+        has_let_go = live.acknowledged > live.acknowledged_before
+        if live.phase is Phase.PREEMPTING and has_let_go:
+            live.phase = Phase.PREEMPTED
+            self._book.set_preempted(row)
+            if live.terminal is FinishReason.NONE:
+                self._untime(row, live)
+        if terminal is not FinishReason.NONE and self._is_done(live, has_let_go):
+            self._release(row, live.generation)
+
+    def _note_end(self, row: int, live: Live, terminal: FinishReason) -> None:
+        live.terminal = terminal
+        name = terminal.name.lower()
+        self.totals.finals[name] = self.totals.finals.get(name, 0) + 1
+        if self._row_of.get(live.request_id) == row:
+            del self._row_of[live.request_id]
+        if terminal in _NEEDS_ACKNOWLEDGEMENT:
+            self._time(row, live, self._config.abort_timeout_s)
+            if not self._knows_of(live, terminal):
+                live.acknowledged_before = live.acknowledged
+                self._book.note_acknowledged(row, live.acknowledged)
+            self._book.control(row, live.generation, Control.ABORT)
+        elif self._is_prefill(live):
+            self._time(row, live, self._config.prefill_timeout_s)
+
+    @staticmethod
+    def _knows_of(live: Live, terminal: FinishReason) -> bool:
+        """Whether the engine has been told to let go: of an error that a decoder found it has
+        not."""
+        return live.is_told or live.phase is not Phase.RUNNING or terminal is FinishReason.ABORT
+
+    def _is_prefill(self, live: Live) -> bool:
+        return self._config.role == "prefill" and bool(live.flags & AdmissionFlag.DISAGGREGATED)
+
+    def _is_done(self, live: Live, has_let_go: bool) -> bool:
+        if live.terminal in _NEEDS_ACKNOWLEDGEMENT:
+            return has_let_go or live.phase is Phase.PREEMPTED
+        if live.terminal is FinishReason.STOP and self._is_prefill(live):
+            return live.is_handed_over
+        return True
+
+    def _time(self, row: int, live: Live, limit_s: float) -> None:
+        live.deadline = time.monotonic() + limit_s
+        self._timed.add(row)
+
+    def _untime(self, row: int, live: Live) -> None:
+        live.deadline = None
+        self._timed.discard(row)
 
     def reclaim(self) -> None:
-        """Takes back the rows whose acknowledgement has not come in time."""
+        """Waits no longer for acknowledgements and hand-overs whose time is up."""
         now = time.monotonic()
-        for row in list(self._pending):
+        overdue = [r for r in self._timed if now >= (self._live[r].deadline or now)]
+        for row in overdue:
             live = self._live[row]
-            if live.deadline is not None and now >= live.deadline:
-                self.totals.reclaimed_by_timeout += 1
+            self.totals.reclaimed_by_timeout += 1
+            self._warn(live)
+            if live.terminal is FinishReason.NONE:
+                # Preempted, and the engine does not say that it has let go: it may be lost.
+                self._untime(row, live)
+                self.end(row, FinishReason.ERROR)
+            else:
                 self._release(row, live.generation)
+
+    def _warn(self, live: Live) -> None:
+        if time.monotonic() - self._warned >= _WARN_EVERY_S:
+            self._warned = time.monotonic()
+            what = "prefill_done()" if self._is_prefill(live) else "an acknowledgement (state 3)"
+            _log.warning(
+                "request %r: %s has not come in time, its row is taken back; %d so far",
+                live.request_id.decode(errors="replace"),
+                what,
+                self.totals.reclaimed_by_timeout,
+            )
 
     def _release(self, row: int, generation: int) -> None:
         live = self._live.get(row)
@@ -289,13 +529,19 @@ class Resources:
             return
         self._book.release(row, generation, live.blocks)
         del self._live[row]
-        self._pending.discard(row)
+        self._timed.discard(row)
+        if self._row_of.get(live.request_id) == row:
+            del self._row_of[live.request_id]
         self._free_blocks.extend(live.blocks)
         self._free_rows.append(row)
         self.totals.released += 1
 
     def publish_gauges(self) -> None:
         """Stores what /status shows of rows, blocks and the queue."""
+        running = sum(
+            live.terminal is FinishReason.NONE and live.phase is not Phase.PREEMPTED
+            for live in self._live.values()
+        )
         self._book.set_gauges(
-            len(self._live), len(self._free_blocks), len(self._waiting), self.high_water
+            len(self._live), running, len(self._free_blocks), len(self._submits), self.high_water
         )

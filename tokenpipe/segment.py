@@ -15,7 +15,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import posix_ipc
@@ -23,6 +23,7 @@ import posix_ipc
 from tokenpipe import _native
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import (
+    AdoptionError,
     ConfigError,
     LayoutMismatchError,
     SegmentError,
@@ -36,12 +37,13 @@ PREFIX = "tokenpipe."
 
 LOCK_COORDINATOR, LOCK_READER, LOCK_CLIENT, LOCK_WRITER, LOCK_DECODER = 0, 1, 2, 3, 16
 _ALL_LOCKS = (0, 4096)
+_SWEEP_LOCK = 4096
 
 # Open file description locks (Linux 3.15): not lost when another descriptor of the file is closed,
 # as classic record locks are.
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
-_UNFINISHED_S = 60.0
-"""A segment without a version that is older than this was left by a creator that died."""
+_FREE_CHOICE = ("health_host", "health_port", "log_level")
+"""Settings that a coordinator which takes over may choose anew."""
 
 
 def core_name(name: str) -> str:
@@ -94,28 +96,35 @@ class Mapping:
 
     @classmethod
     def create(cls, file_name: str, num_bytes: int) -> Mapping:
-        """Creates the file, owner only, with all its pages reserved.
+        """Creates the memory, owner only, with all its pages reserved and the coordinator's lock.
 
-        Raises FileExistsError, or SegmentSpaceError when the pages do not fit: without reserving
-        them a process would die of SIGBUS at its first touch, much later (field report B13).
+        It has no name until publish(): a creator that is killed before leaves nothing, and a name
+        is always that of a complete segment whose creator lived. Raises SegmentSpaceError when the
+        pages do not fit: without reserving them a process would die of SIGBUS at its first touch,
+        much later (field report B13).
         """
+        fd = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            shared = posix_ipc.SharedMemory("/" + file_name, posix_ipc.O_CREX, mode=0o600, size=0)
-        except posix_ipc.ExistentialError:
-            raise FileExistsError(file_name) from None
-        try:
-            os.posix_fallocate(shared.fd, 0, num_bytes)
-            return cls(file_name, shared.fd)
+            os.fchmod(fd, 0o600)
+            os.posix_fallocate(fd, 0, num_bytes)
+            mapping = cls(file_name, fd)
         except OSError as e:
-            os.close(shared.fd)
-            unlink(file_name)
+            os.close(fd)
             if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             free = os.statvfs(FOLDER)
             raise SegmentSpaceError(file_name, num_bytes, free.f_bavail * free.f_frsize) from None
-        except BaseException:
-            unlink(file_name)
-            raise
+        mapping.lock(LOCK_COORDINATOR)
+        return mapping
+
+    def publish(self) -> None:
+        """Gives a created file its name. Raises FileExistsError when the name is taken."""
+        folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            path = os.path.join(FOLDER, self.file_name)
+            os.link(str(self.fd), path, src_dir_fd=folder, follow_symlinks=True)
+        finally:
+            os.close(folder)
 
     @classmethod
     def open(cls, file_name: str) -> Mapping:
@@ -125,8 +134,9 @@ class Mapping:
             shared = posix_ipc.SharedMemory("/" + file_name)
         except posix_ipc.ExistentialError:
             raise FileNotFoundError(file_name) from None
-        except posix_ipc.PermissionsError:
-            raise SegmentError(file_name, f'open "{file_name}": permission denied') from None
+        except (posix_ipc.PermissionsError, OSError, ValueError) as e:
+            # A symlink, a directory, a file of somebody else.
+            raise SegmentError(file_name, f'open "{file_name}": not a file of ours ({e})') from None
         about = os.fstat(shared.fd)
         if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode):
             os.close(shared.fd)
@@ -145,7 +155,7 @@ class Mapping:
     def lock(self, byte: int) -> bool:
         """Takes the lock of one party; False when another process holds it."""
         try:
-            fcntl.fcntl(self.fd, _F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte, 1))
+            _set_lock(self.fd, byte)
         except (BlockingIOError, PermissionError):
             return False
         self._held.add(byte)
@@ -169,6 +179,10 @@ class Mapping:
             self.fd = -1
 
 
+def _set_lock(fd: int, byte: int) -> None:
+    fcntl.fcntl(fd, _F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte, 1))
+
+
 def _flock(kind: int, start: int, length: int) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
 
@@ -189,12 +203,65 @@ class Segment:
         self.name = name
         self._core, self._source = core, source
         self._is_owner = False
+        self.is_adopted = False
+        """Whether it is a former coordinator's."""
         try:
             self._native_core = None if core is None else _native.Core(core.memory)
             self._native_source = None if source is None else _native.Source(source.memory)
             self._config = None if core is None else _config_of(name, core)
-        except ValueError as e:
+            if core is not None and source is not None:
+                self._check_that_they_belong_together()
+        except (ValueError, LayoutMismatchError) as e:
+            for mapping in (core, source):
+                if mapping is not None:
+                    mapping.close()
+            if isinstance(e, LayoutMismatchError):
+                raise
             raise LayoutMismatchError(name, f"layout {_native.LAYOUT_VERSION}", str(e)) from None
+
+    def _check_that_they_belong_together(self) -> None:
+        sizes = self.config.sizes()
+        if self.core.sizes != sizes or self.source.sizes != sizes:
+            raise ValueError("core, source and configuration have different sizes")
+
+    @classmethod
+    def create_or_adopt(cls, config: PipelineConfig) -> Segment:
+        """Creates both segments, or takes over those of a coordinator that died while its roles or
+        its client live. Raises as create(), and AdoptionError (fields)."""
+        sweep()
+        if os.path.exists(os.path.join(FOLDER, core_name(config.name))):
+            adopted = cls._adopt(config)
+            if adopted is not None:
+                return adopted
+        return cls.create(config)
+
+    @classmethod
+    def _adopt(cls, config: PipelineConfig) -> Segment | None:
+        made: list[Mapping] = []
+        try:
+            for file_name in (core_name(config.name), source_name(config.name)):
+                mapping = Mapping.open(file_name)
+                made.append(mapping)
+                if mapping.word(8) != _native.LAYOUT_VERSION:
+                    raise FileNotFoundError(file_name)
+                if not mapping.lock(LOCK_COORDINATOR):
+                    raise SegmentExistsError(config.name, _owner_pid(file_name))
+            segment = cls(config.name, made[0], made[1])
+            fields = segment.config.differences(config, _FREE_CHOICE)
+            if fields:
+                raise AdoptionError(config.name, fields)
+        except FileNotFoundError:
+            for mapping in made:
+                mapping.close()
+            return None
+        except BaseException:
+            for mapping in made:
+                mapping.close()
+            raise
+        segment._is_owner = segment.is_adopted = True
+        pid = os.getpid()
+        _native.set_owner(segment.core, segment.source, pid, start_time(pid) or 0)
+        return segment
 
     @classmethod
     def create(cls, config: PipelineConfig) -> Segment:
@@ -205,34 +272,36 @@ class Segment:
         """
         sweep()
         plan, own = config.plan(), Identity.own()
+        who = (own.pid, own.pid_namespace, own.start, own.boot_id)
         made: list[Mapping] = []
+        published: list[Mapping] = []
         try:
             for file_name, size in (
                 (core_name(config.name), plan["core_bytes"]),
                 (source_name(config.name), plan["source_bytes"]),
             ):
-                try:
-                    mapping = Mapping.create(file_name, size)
-                except FileExistsError:
-                    raise SegmentExistsError(config.name, _owner_pid(file_name)) from None
-                made.append(mapping)
-                # Before the version: a sweep that meets a locked file leaves it alone.
-                if not mapping.lock(LOCK_COORDINATOR):
-                    raise SegmentExistsError(config.name, _owner_pid(file_name))
-            who = (own.pid, own.pid_namespace, own.start, own.boot_id)
+                made.append(Mapping.create(file_name, size))
             _native.format_source(made[1].memory, config.sizes(), *who)
             _native.format_core(
                 made[0].memory,
                 config.sizes(),
+                config.options(),
                 *who,
                 time.time_ns() - time.monotonic_ns(),
                 config.to_json(),
             )
             segment = cls(config.name, made[0], made[1])
+            for mapping in made:
+                try:
+                    mapping.publish()
+                except FileExistsError:
+                    raise _taken(config.name, mapping.file_name) from None
+                published.append(mapping)
         except BaseException:
+            for mapping in published:
+                unlink(mapping.file_name)
             for mapping in made:
                 mapping.close()
-                unlink(mapping.file_name)
             raise
         segment._is_owner = True
         return segment
@@ -287,9 +356,12 @@ class Segment:
         return self._source.memory
 
     def lock(self, byte: int) -> bool:
-        """Takes a party's lock (the writer's on the source, all others on the core)."""
+        """Takes a party's lock: the writer's on the source, the reader's on both, all others on the
+        core."""
         mapping = self._source if byte == LOCK_WRITER else self._core
         assert mapping is not None
+        if byte == LOCK_READER and self._source is not None and not self._source.lock(byte):
+            return False
         return mapping.lock(byte)
 
     def is_locked(self, byte: int) -> bool:
@@ -311,6 +383,7 @@ class Segment:
                 if self._is_owner:
                     unlink(mapping.file_name)
                 mapping.close()
+        self._is_owner = False  # the name may be another run's from now on
 
     def __enter__(self) -> Segment:
         return self
@@ -328,7 +401,7 @@ def _config_of(name: str, core: Mapping) -> PipelineConfig:
     text = _header_text(core.memory)
     try:
         return PipelineConfig.from_json(text)
-    except (ValueError, TypeError, ConfigError) as e:
+    except (ValueError, TypeError, RecursionError, ConfigError) as e:
         raise LayoutMismatchError(name, "a configuration of this build", repr(str(e))) from None
 
 
@@ -357,6 +430,13 @@ def _wait_open(name: str, file_name: str, timeout_s: float) -> Mapping:
         if waited >= timeout_s:
             raise SegmentMissingError(name, timeout_s)
         time.sleep(min(0.01, timeout_s - waited))
+
+
+def _taken(name: str, file_name: str) -> SegmentError:
+    pid = _owner_pid(file_name)
+    if pid:
+        return SegmentExistsError(name, pid)
+    return SegmentError(name, f'create "{name}": {FOLDER}/{file_name} is there and is not ours')
 
 
 def _owner_pid(file_name: str) -> int:
@@ -388,8 +468,8 @@ class Leftover:
 def leftovers(name: str | None = None) -> Iterator[Leftover]:
     """Yields every segment file of one pipeline, or of all, with what is known of its owner.
 
-    Dead means provably so: no party holds a lock on it, and it is complete, or too old to be in the
-    making. Files of other users are reported and never touched.
+    Dead means provably so: no party holds a lock on it (a file has its name only once its creator
+    holds one). Files of other users are reported and never touched.
     """
     wanted = None if name is None else {core_name(name), source_name(name)}
     for file_name in sorted(os.listdir(FOLDER)):
@@ -398,8 +478,14 @@ def leftovers(name: str | None = None) -> Iterator[Leftover]:
         if wanted is not None and file_name not in wanted:
             continue
         found = _examine(file_name)
-        if found is not None:
-            yield found
+        if found is None:
+            continue
+        if found.is_dead and file_name.endswith(".source"):
+            # Roles and clients hold the core alone: a coordinator's successor needs both files.
+            core = _examine(file_name.removesuffix(".source") + ".core")
+            if core is not None and not core.is_dead:
+                found = replace(found, is_dead=False, why="its core segment is in use")
+        yield found
 
 
 def _examine(file_name: str) -> Leftover | None:
@@ -420,20 +506,35 @@ def _examine(file_name: str) -> Leftover | None:
         answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, *_ALL_LOCKS))
         if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
             return Leftover(file_name, about.st_size, False, "in use")
-        version = os.pread(fd, 8, 8)
     finally:
         os.close(fd)
-    if version.strip(b"\0") or time.time() - about.st_mtime > _UNFINISHED_S:
-        return Leftover(file_name, about.st_size, True, "no process holds it")
-    return Leftover(file_name, about.st_size, False, "is being created")
+    return Leftover(file_name, about.st_size, True, "no process holds it")
 
 
 def sweep(name: str | None = None, report: Callable[[Leftover], None] | None = None) -> int:
     """Removes the segments of dead runs, of one pipeline or of all; returns how many."""
     removed = 0
     for found in leftovers(name):
-        if found.is_dead and unlink(found.file_name):
+        if found.is_dead and _remove(found.file_name):
             removed += 1
         if report is not None:
             report(found)
     return removed
+
+
+def _remove(file_name: str) -> bool:
+    """Removes a dead file, unless another sweep was first and the name is a new run's."""
+    path = os.path.join(FOLDER, file_name)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(fd, _F_OFD_SETLK, _flock(fcntl.F_WRLCK, _SWEEP_LOCK, 1))
+        found = _examine(file_name)
+        is_same = os.path.samestat(os.fstat(fd), os.lstat(path))
+        return is_same and found is not None and found.is_dead and unlink(file_name)
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        return False  # another sweep has it, or has had it
+    finally:
+        os.close(fd)

@@ -61,6 +61,15 @@ class View:
         return np.frombuffer(raw, dtype=COMMIT)
 
 
+# What only the coordinator knows.
+_SAID = (
+    PipelineState.STARTING,
+    PipelineState.DEGRADED,
+    PipelineState.FAILED,
+    PipelineState.STOPPED,
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The state of the pipeline and, where one is at fault, who and why."""
@@ -85,7 +94,7 @@ def judge(segment: Segment, view: View | None = None) -> Verdict:
     said = PipelineState(int(header["state"]))
     reason = bytes(header["reason"]).split(b"\0")[0].decode(errors="replace")
     names = role_names(config.num_decoders)
-    if said in (PipelineState.STARTING, PipelineState.FAILED, PipelineState.STOPPED):
+    if said in _SAID:
         index = int(header["state_role"])
         return Verdict(said, names[index] if index < len(names) else None, reason)
     limit = config.stall_timeout_s
@@ -104,7 +113,7 @@ def _stalled(view: View, now: int, limit: float, names: list[str]) -> Verdict | 
     """Looks from our own roles outwards: the first that does not move is the one to name."""
     for name, role in zip(names, view.roles, strict=True):
         age = _age_s(now, role["heartbeat_ns"])
-        if age > limit:
+        if age > limit and int(role["heartbeat_ns"]):
             return Verdict(
                 PipelineState.STALLED,
                 name,
@@ -124,7 +133,7 @@ def _stalled(view: View, now: int, limit: float, names: list[str]) -> Verdict | 
             PipelineState.STALLED,
             "engine",
             f"the engine has saved no step for {age:.1f} s while "
-            f"{int(view.header['live_rows'])} rows are given out",
+            f"{int(view.header['running_rows'])} rows run",
         )
     return None
 
@@ -228,7 +237,7 @@ def status_of(segment: Segment) -> dict[str, Any]:
     counters = {
         name: int(sum(int(c["counters"][name]) for c in commits))
         for name in commits.dtype["counters"].names
-        if name != "pad_"
+        if name not in ("pad_", "spec_heads")
     }
     return {
         "name": config.name,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from tokenpipe.delivery import Delivery
 from tokenpipe.errors import PipelineGoneError
-from tokenpipe.outputs import RequestOutput
+from tokenpipe.records import AnyOutput
 
 _WAIT_S = 0.2
 
@@ -18,7 +18,7 @@ class _Buffer:
     """Outputs of one request that its stream has not taken yet; as many as its tokens at most."""
 
     def __init__(self) -> None:
-        self.outputs: deque[RequestOutput] = deque()
+        self.outputs: deque[AnyOutput] = deque()
         self.reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.is_abandoned = False
 
@@ -68,7 +68,7 @@ class Streams:
         for buffer in waiting:
             self._wake(buffer)
 
-    def _put(self, output: RequestOutput) -> None:
+    def _put(self, output: AnyOutput) -> None:
         with self._lock:
             buffer = self._buffers.setdefault(output.request_id, _Buffer())
             if buffer.is_abandoned:
@@ -87,7 +87,7 @@ class Streams:
             except RuntimeError:
                 buffer.is_abandoned = True  # its event loop has ended: nobody can read it any more
 
-    async def read(self, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def read(self, request_id: str) -> AsyncIterator[AnyOutput]:
         """Yields the outputs of one request up to its final."""
         event = asyncio.Event()
         with self._lock:

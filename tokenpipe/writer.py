@@ -56,6 +56,7 @@ class EngineWriter:
             raise PartyExistsError(segment.name, "engine writer", pid)
         self._writer = _native.Writer(segment.source, spin_us / 1e6)
         self._lock = threading.Lock()
+        self._is_closed = False
         _native.announce_writer(segment.source, os.getpid(), start_time(os.getpid()) or 0)
 
     @classmethod
@@ -75,8 +76,8 @@ class EngineWriter:
         when the scheduler's book has moved on (DESIGN section 5).
         """
         # int32 here, so that a save need not convert; the op checks the values again.
-        stamp = np.array(generations, np.int32)
-        where = None if rows is None else np.array(rows, np.int32)
+        stamp = _as_int32("generations", generations)
+        where = None if rows is None else _as_int32("rows", rows)
         if where is not None and where.shape != stamp.shape:
             raise OpArgumentError(
                 "rows", f"rows has shape {where.shape}, generations {stamp.shape}"
@@ -137,10 +138,186 @@ class EngineWriter:
             states,
             positions,
             not_need_stop,
-            topk_ids=_tensor(topk_ids),
-            logprobs=_tensor(logprobs),
-            ranks=_tensor(ranks),
+            topk_ids=_tensor("topk_ids", topk_ids),
+            logprobs=_tensor("logprobs", logprobs),
+            ranks=_tensor("ranks", ranks),
         )
+
+    def speculate_save_output(
+        self,
+        accept_tokens: Any,
+        accept_num: Any,
+        *,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+        positions: Any = None,
+        not_need_stop: bool = True,
+    ) -> None:
+        """Saves up to D tokens per row, the accepted ones.
+
+        `accept_tokens` [n, D], D at most max_draft_tokens; `accept_num` [n]: how many of a row's D
+        count, 0 for none. Rows that are preempted or recovered say so in `states`. Else as
+        save_output.
+        """
+        self._save(
+            step,
+            generations,
+            rows,
+            accept_tokens,
+            states,
+            positions,
+            not_need_stop,
+            accept_num=_tensor("accept_num", _given("accept_num", accept_num)),
+        )
+
+    def speculate_save_output_topk(
+        self,
+        accept_tokens: Any,
+        accept_num: Any,
+        topk_ids: Any,
+        logprobs: Any,
+        ranks: Any,
+        *,
+        message_flag: int = 3,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+        positions: Any = None,
+        not_need_stop: bool = True,
+    ) -> None:
+        """Saves up to D tokens per row with their candidates.
+
+        `topk_ids` and `logprobs` [n, D, T], `ranks` [n, D]. `message_flag` 3: the target model's
+        tokens; 4: candidates of the drafts, saved after the target of the same step. Drafts are no
+        tokens: they come out beside the target's output, where --enable-draft-logprob is on.
+        """
+        self._save(
+            step,
+            generations,
+            rows,
+            accept_tokens,
+            states,
+            positions,
+            not_need_stop,
+            accept_num=_tensor("accept_num", _given("accept_num", accept_num)),
+            topk_ids=_tensor("topk_ids", topk_ids),
+            logprobs=_tensor("logprobs", logprobs),
+            ranks=_tensor("ranks", ranks),
+            message_flag=message_flag,
+        )
+
+    def mtp_save_first_token(self, tokens: Any, step_idx: Any, **where: Any) -> None:
+        """Saves a prefill step's first token and first draft of the rows that have just made them.
+
+        `tokens` [n, 2 or more]; `step_idx` [n]: 1 where the row has made its first token in this
+        step; other rows have no token. Keywords as speculate_save_output. (FastDeploy's op leaves
+        the last message's counts in the rows with step_idx above 1: output-ops.md section 3.1.)
+        """
+        pair = _array("tokens", tokens, "whole numbers", 2)[:, :2]
+        first = _array("step_idx", step_idx, "whole numbers").reshape(-1) == 1
+        self.speculate_save_output(pair, np.where(first, 2, 0), **where)
+
+    def mtp_save_first_token_with_topk(
+        self, tokens: Any, token_num: Any, topk_ids: Any, logprobs: Any, ranks: Any, **where: Any
+    ) -> None:
+        """Saves a prefill step's first token with its candidates, and the drafts behind it.
+
+        `tokens` [n, D]; `token_num` [n]: 0 for rows without a token yet, else the tokens in front
+        of the last draft. `topk_ids`, `logprobs` (float32 or float16) [n, T] and `ranks` [n] are
+        the first token's; the drafts have no candidates (ids -1, logprob 0.0, rank 0). Keywords as
+        speculate_save_output.
+        """
+        tokens = _array("tokens", tokens, "whole numbers", 2)
+        first_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
+        first_logprobs = _array("logprobs", logprobs, "floats", 2)
+        first_ranks = _array("ranks", ranks, "whole numbers").reshape(-1)
+        num = _array("token_num", token_num, "whole numbers").reshape(-1)
+        n, depth = tokens.shape
+        width = first_ids.shape[1]
+        _check_shape("topk_ids", first_ids, n, width)
+        _check_shape("logprobs", first_logprobs, n, width)
+        _check_shape("ranks", first_ranks, n)
+        ids = np.full((n, depth, width), -1, np.int64)
+        ids[:, :, 0] = tokens
+        ids[:, 0] = first_ids
+        scores = np.zeros((n, depth, width), np.float32)
+        scores[:, 0] = first_logprobs
+        places = np.zeros((n, depth), np.int64)
+        places[:, 0] = first_ranks
+        accept_num = np.where(num == 0, 0, num + 1)
+        self.speculate_save_output_topk(tokens, accept_num, ids, scores, places, **where)
+
+    def save_pooling(
+        self,
+        vectors: Any,
+        *,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+    ) -> None:
+        """Saves a pooling vector per row, which ends its request.
+
+        `vectors` float32, float16 or bfloat16 [n, V], V at most max_pooling_floats. A row that is
+        not ready is left out (`rows`) or has state 1.
+        """
+        if step is not None:
+            generations, rows = step.generations, step.rows
+        vectors = _tensor("vectors", _given("vectors", vectors))
+        generations, rows = _tensor("generations", generations), _tensor("rows", rows)
+        states = _tensor("states", states)
+        with self._lock:
+            self._wait_for_space()
+            self._writer.save(None, generations, rows, states, vectors=vectors)
+
+    def save_prompt_logprobs(
+        self,
+        row: int,
+        generation: int,
+        tokens: Any,
+        topk_ids: Any,
+        logprobs: Any,
+        ranks: Any,
+        *,
+        begin: int = 0,
+    ) -> None:
+        """Saves the candidates of one request's prompt tokens; they come with its next output.
+
+        `tokens` [P], `topk_ids` and `logprobs` [P, T], `ranks` [P]; `begin`: place of the first in
+        the prompt. A long prompt is split over several steps.
+        """
+        tokens = _array("tokens", tokens, "whole numbers", 1)
+        topk_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
+        logprobs = _array("logprobs", logprobs, "floats", 2)
+        ranks = _array("ranks", ranks, "whole numbers", 1)
+        for name, column in (("topk_ids", topk_ids), ("logprobs", logprobs), ("ranks", ranks)):
+            _check_shape(name, column, len(tokens), *column.shape[1:])
+        last = np.iinfo(np.int32).max - len(tokens)
+        if not 0 <= begin <= last:
+            raise OpArgumentError("begin", f"begin is {begin}, must be 0 to {last}")
+        generations = _array("generations", [generation], "whole numbers")
+        rows = _array("rows", [row], "whole numbers")
+        sizes = self._segment.source.sizes
+        per_decoder = -(-sizes["max_num_seqs"] // sizes["num_decoders"])
+        most = per_decoder * sizes["max_draft_tokens"]
+        for at in range(0, len(tokens), most):
+            part = slice(at, at + most)
+            with self._lock:
+                self._wait_for_space()
+                self._writer.save(
+                    tokens[part],
+                    generations,
+                    rows,
+                    positions=np.array([begin + at], np.int32),
+                    accept_num=np.array([len(tokens[part])], np.int32),
+                    topk_ids=topk_ids[part],
+                    logprobs=logprobs[part],
+                    ranks=ranks[part],
+                    is_prompt=True,
+                )
 
     def _save(
         self,
@@ -151,25 +328,26 @@ class EngineWriter:
         states: Any,
         positions: Any,
         not_need_stop: bool,
-        **candidates: Any,
+        **more: Any,
     ) -> None:
         if step is not None:
             generations, rows = step.generations, step.rows
         elif generations is None:
             raise OpArgumentError("step", "give step= of begin_step(), or generations=")
+        tokens = _tensor("tokens", _given("tokens", tokens))
+        generations, rows = _tensor("generations", generations), _tensor("rows", rows)
+        states, positions = _tensor("states", states), _tensor("positions", positions)
         with self._lock:
             self._wait_for_space()
             self._writer.save(
-                _tensor(tokens),
-                generations,
-                rows,
-                _tensor(states),
-                _tensor(positions),
-                not_need_stop=not_need_stop,
-                **candidates,
+                tokens, generations, rows, states, positions, not_need_stop=not_need_stop, **more
             )
+            if step is None:  # what begin_step() does
+                self._writer.note(rows, generations, len(generations))
 
     def _wait_for_space(self) -> None:
+        if self._is_closed:
+            raise PipelineGoneError(self._segment.name, "this writer is closed")
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
@@ -205,6 +383,9 @@ class EngineWriter:
 
     def close(self) -> None:
         """Lets go of the segment; another writer may attach then."""
+        if not self._is_closed:
+            self._is_closed = True
+            _native.announce_writer(self._segment.source, 0, 0)
         self._segment.close()
 
     def __enter__(self) -> EngineWriter:
@@ -219,6 +400,17 @@ class EngineWriter:
         self.close()
 
 
+def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
+    """Returns a copy; raises OpArgumentError for what would become another number."""
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iu":
+        raise OpArgumentError(name, f"{name} is {given.dtype}, must be whole numbers")
+    outside = given[(given < 0) | (given > np.iinfo(np.int32).max)]
+    if outside.size:
+        raise OpArgumentError(name, f"{name} holds {outside.flat[0]}, must be 0 to 2**31 - 1")
+    return given.astype(np.int32)
+
+
 def _events(found: list[tuple[int, int, int]]) -> Iterator[ControlEvent]:
     for row, generation, bits in found:
         for bit in Control:
@@ -226,8 +418,17 @@ def _events(found: list[tuple[int, int, int]]) -> Iterator[ControlEvent]:
                 yield ControlEvent(row, generation, bit.name.lower())
 
 
-def _tensor(value: Any) -> Any:
-    """Older Paddle has no __dlpack__, only a function that makes the capsule."""
+def _given(name: str, value: Any) -> Any:
+    if value is None:
+        raise OpArgumentError(name, f"{name} is None, must be a tensor")
+    return value
+
+
+def _tensor(name: str, value: Any) -> Any:
+    """A list as an array; older Paddle has no __dlpack__, only a function that makes the
+    capsule."""
+    if isinstance(value, (list, tuple)):
+        return _of_list(name, value)
     if value is None or hasattr(value, "__dlpack__") or not hasattr(value, "value"):
         return value
     if not type(value).__module__.startswith("paddle"):
@@ -235,6 +436,47 @@ def _tensor(value: Any) -> Any:
     from paddle.utils.dlpack import to_dlpack  # type: ignore[import-not-found, unused-ignore]
 
     return _Capsule(to_dlpack(value))
+
+
+def _of_list(name: str, value: Any) -> npt.NDArray[Any]:
+    try:
+        if name in ("logprobs", "vectors"):
+            return np.asarray(value, np.float32)
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:  # rows of several lengths, or no numbers
+        raise OpArgumentError(name, f"{name} is no array: {error}") from None
+    return array if array.size else array.astype(np.int64)
+
+
+def _array(name: str, value: Any, kind: str, ndim: int | None = None) -> npt.NDArray[Any]:
+    """Returns `value` as an array of numpy, for the ops that compose their columns here.
+
+    `kind` is "whole numbers" or "floats". Raises OpArgumentError for anything else and for another
+    number of dimensions.
+    """
+    value = _tensor(name, _given(name, value))
+    try:
+        if hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
+            array = np.asarray(value)
+        else:
+            array = np.from_dlpack(value)
+    except (ValueError, TypeError, BufferError, RuntimeError) as error:
+        raise OpArgumentError(name, f"{name} is no array: {error}") from None
+    if array.dtype.kind not in ("iu" if kind == "whole numbers" else "f"):
+        raise OpArgumentError(name, f"{name} is {_shown(array)}, must be {kind}")
+    if array.ndim != ndim if ndim is not None else array.ndim == 0:
+        wanted = "some dimension" if ndim is None else f"{ndim} dimension{'s' * (ndim > 1)}"
+        raise OpArgumentError(name, f"{name} is {_shown(array)}, must have {wanted}")
+    return array
+
+
+def _check_shape(name: str, array: npt.NDArray[Any], *shape: int) -> None:
+    if array.shape != shape:
+        raise OpArgumentError(name, f"{name} is {_shown(array)}, must be {list(shape)}")
+
+
+def _shown(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 class _Capsule:

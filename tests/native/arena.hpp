@@ -37,6 +37,7 @@ namespace test {
   s.block_size = 16;
   s.max_eos_ids = 4;
   s.max_request_id_bytes = 16;
+  s.max_pooling_floats = 0;
   return s;
 }
 

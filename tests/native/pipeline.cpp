@@ -32,6 +32,7 @@ constexpr uint32_t kSubmit = 1;   // tokenpipe.commands.CommandKind.SUBMIT
 constexpr uint32_t kFirstEos = 2; // eos ids are 2 to 4, all other tokens are 10 or more
 constexpr uint32_t kNumEos = 3;
 constexpr tp::Patience kPatience{1000, 2'000'000};
+constexpr tp::Patience kWatchdog{1000, 30'000'000'000};
 
 // ---------------------------------------------------------------- what request k is
 
@@ -303,7 +304,8 @@ void run_decoder(Stage &stage, uint32_t k) {
   test::Random random(13 + k);
   for (;;) {
     tp::Decoder decoder(stage.core, k);
-    for (uint64_t calls = 1 + random.below(100); calls > 0; --calls) {
+    // Lives of a turn or two: what one of them leaves unwritten is what the next but one reads.
+    for (uint64_t calls = 1 + random.below(random.one_in(4) ? 100 : 3); calls > 0; --calls) {
       const bool stops = is_set(stage.decoders_stop);
       const auto turns = static_cast<uint32_t>(1 + random.below(5));
       if (decoder.run(turns, kPatience) == 0 && stops)
@@ -324,7 +326,7 @@ public:
   }
 
   void run() {
-    while (released_ < stage_.requests) {
+    for (;;) {
       const uint32_t seen = book_.events();
       for (uint32_t k = 0; k < core_.sizes.num_decoders; ++k)
         sweep(k);
@@ -333,7 +335,12 @@ public:
       for (uint32_t row = 0; row < live_.size(); ++row)
         if (live_[row].is_there && is_aborted(live_[row].request) && random_.one_in(4))
           abort(row);
-      [[maybe_unused]] const bool has_event = book_.wait(seen, kPatience);
+      if (released_ == stage_.requests)
+        return;
+      // Only what this thread does by chance needs another turn without an event.
+      const bool is_idle = !has_abort_to_do();
+      CHECK(book_.wait(seen, is_idle ? kWatchdog : kPatience) || !is_idle,
+            "the coordinator was not rung");
     }
   }
 
@@ -362,11 +369,21 @@ private:
     CHECK(!book_.is_applied(slot), "row %u is applied before its admission", row);
     book_.admit(slot, row, generation, live.blocks);
     CHECK(book_.is_applied(slot), "row %u is not applied after its admission", row);
-    book_.reply(slot, 0, row, generation, c.argument);
+    const uint32_t first = live.blocks.empty() ? UINT32_MAX : live.blocks.front();
+    CHECK(book_.blocks_of(row) == live.blocks, "the chain of row %u", row);
+    book_.reply(slot, 0, row, generation, c.argument, first);
     live_[row] = std::move(live);
   }
 
+  [[nodiscard]] bool has_abort_to_do() const {
+    return std::any_of(live_.begin(), live_.end(), [](const Live &live) {
+      return live.is_there && !live.is_marked && is_aborted(live.request);
+    });
+  }
+
   void abort(uint32_t row) {
+    if (!live_[row].is_marked) // only what is saved from now on is the engine's answer
+      book_.note_acknowledged(row, 0);
     live_[row].is_marked = true;
     book_.mark(row, generation_[row], TP_FINISH_ABORT); // again and again: it is idempotent
     book_.control(row, generation_[row], TP_CONTROL_ABORT);
@@ -436,6 +453,8 @@ private:
   struct Open {
     uint64_t request;
     uint32_t emitted;
+    uint32_t outputs = 0;        // that had tokens
+    uint64_t first_token_ns = 0; // as the output that had it said
   };
 
   void submit() {
@@ -481,8 +500,8 @@ private:
 
   void read(const tp::Client::Head &head) {
     const auto &f = core_.at<tp_frame>(head.offset);
-    const tp::FrameColumns at(f.num_rows, f.num_tokens, f.width, f.num_finals,
-                              core_.sizes.max_request_id_bytes);
+    const tp::FrameColumns at(f.num_rows, f.num_tokens, f.width, f.num_drafts, f.num_finals,
+                              core_.sizes.max_request_id_bytes, f.flags);
     CHECK(f.decoder == head.decoder && f.number == next_frame_[head.decoder]++,
           "frame %llu of decoder %u", static_cast<unsigned long long>(f.number), f.decoder);
     CHECK(f.sequence >= last_sequence_[f.decoder], "frame %llu goes back",
@@ -495,16 +514,18 @@ private:
     CHECK(!f.has_slot || (f.saved_ns <= f.published_ns && f.published_ns <= f.committed_ns),
           "the stamps of frame %llu", static_cast<unsigned long long>(f.number));
     const auto *offsets = tp::column<uint32_t>(f, at.token_offsets);
-    uint32_t finals = 0;
+    uint32_t finals = 0, firsts = 0;
     for (uint32_t i = 0; i < f.num_rows; ++i)
-      read_row(f, at, i, offsets[i], offsets[i + 1], finals);
+      read_row(f, at, i, offsets[i], offsets[i + 1], finals, firsts);
+    CHECK(f.num_firsts == firsts && f.num_drafts == 0, "the firsts of frame %llu",
+          static_cast<unsigned long long>(f.number));
     CHECK(offsets[0] == 0 && offsets[f.num_rows] == f.num_tokens && finals == f.num_finals,
           "the counts of frame %llu", static_cast<unsigned long long>(f.number));
     tokens_ += f.num_tokens;
   }
 
   void read_row(const tp_frame &f, const tp::FrameColumns &at, uint32_t i, uint32_t begin,
-                uint32_t end, uint32_t &finals) {
+                uint32_t end, uint32_t &finals, uint32_t &firsts) {
     const Key key{tp::column<uint32_t>(f, at.row)[i], tp::column<uint32_t>(f, at.generation)[i]};
     const uint32_t reason = tp::column<uint8_t>(f, at.finish_reason)[i];
     CHECK(key.first % core_.sizes.num_decoders == f.decoder, "row %u of decoder %u", key.first,
@@ -520,6 +541,14 @@ private:
     CHECK(tp::column<uint32_t>(f, at.send_idx)[i] == o.emitted, "request %llu goes on at %u of %u",
           static_cast<unsigned long long>(o.request), tp::column<uint32_t>(f, at.send_idx)[i],
           o.emitted);
+    const uint64_t first_token_ns = tp::column<uint64_t>(f, at.first_token_ns)[i];
+    if (o.emitted == 0 && begin != end) {
+      ++firsts;
+      o.first_token_ns = f.saved_ns;
+    }
+    CHECK(first_token_ns == o.first_token_ns, "the first token of request %llu",
+          static_cast<unsigned long long>(o.request));
+    o.outputs += begin != end;
     for (uint32_t m = begin; m < end; ++m)
       read_token(f, at, m, o.request, o.emitted++);
     CHECK(o.emitted <= tokens_of(o.request), "request %llu goes on after its end",
@@ -563,8 +592,15 @@ private:
     CHECK(final.index == i && id_of_final(f, at, n) == "request-" + std::to_string(k),
           "the final of request %llu", static_cast<unsigned long long>(k));
     CHECK(final.num_tokens == o.emitted && final.prompt_tokens == prompt_of(k) &&
-              final.arrival_ns == 1'000'000 + k,
+              final.arrival_ns == 1'000'000 + k && final.first_token_ns == o.first_token_ns,
           "the facts of request %llu", static_cast<unsigned long long>(k));
+    const bool speculates = core_.sizes.max_draft_tokens > 1;
+    uint64_t heads = 0;
+    for (const uint32_t head : final.heads)
+      heads += head;
+    CHECK(final.spec_steps == (speculates ? o.outputs : 0) &&
+              heads == (speculates ? o.emitted : 0) && final.heads[0] == final.spec_steps,
+          "the accepted tokens of request %llu", static_cast<unsigned long long>(k));
     if (reason == TP_FINISH_ABORT)
       CHECK(is_aborted(k) && o.emitted < tokens_of(k), "request %llu was not to be aborted",
             static_cast<unsigned long long>(k));
@@ -597,7 +633,8 @@ private:
 
 [[nodiscard]] uint64_t dropped(const tp_counters &c) {
   return c.dropped_padded + c.dropped_unadmitted + c.dropped_stale + c.dropped_early +
-         c.dropped_finished + c.dropped_repeated + c.dropped_bad_row;
+         c.dropped_finished + c.dropped_repeated + c.dropped_bad_row + c.dropped_chunk +
+         c.dropped_adapter + c.dropped_prefill + c.dropped_shielded + c.dropped_warm_up;
 }
 
 // Returns the sum of the decoders' counters.
@@ -615,6 +652,17 @@ private:
   CHECK(sum.tokens_delivered == stage.tokens_read, "not every delivered token was read");
   CHECK(sum.finals_stop + sum.finals_length + sum.finals_abort == stage.requests,
         "requests and finals differ");
+  CHECK(sum.completions == sum.finals_stop + sum.finals_length, "completions and results differ");
+  uint64_t heads = 0;
+  for (const uint64_t head : sum.spec_heads)
+    heads += head;
+  CHECK(heads == (core.sizes.max_draft_tokens > 1 ? sum.tokens_delivered : 0),
+        "accepted tokens and delivered ones differ");
+  CHECK(sum.draft_rows_seen + sum.prompt_rows + sum.poison_slots + sum.dropped_chunk +
+                sum.dropped_adapter + sum.dropped_prefill + sum.dropped_shielded +
+                sum.dropped_warm_up ==
+            0,
+        "what was never saved was seen");
   CHECK(sum.dropped_bad_row + sum.bad_rows + sum.bad_width + sum.bad_tokens + sum.bad_bytes +
                 sum.bad_flags ==
             0,

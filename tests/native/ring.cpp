@@ -51,6 +51,30 @@ void two_slots_and_no_pause() {
   run(arena.core, t);
 }
 
+// The event comes while the sleeper looks for the n-th time and that look just misses it: awake, or
+// after it has said that it waits.
+void an_event_between_look_and_sleep_is_seen() {
+  for (int moment = 1; moment <= 40; ++moment) {
+    tp_bell bell{};
+    uint32_t word = 0;
+    int looks = 0, looks_while_waiting = 0;
+    test::expect_a_wake_up("the sleeper", [&] {
+      return tp::wait_for(bell, TP_WAIT_INPUT, test::patience, [&]() noexcept {
+        if (tp::observe(word) == 1)
+          return true;
+        looks_while_waiting += tp::observe(bell.waiting) != TP_WAIT_NOTHING;
+        // Whatever the number of looks, the event comes before the first sleep can end.
+        if (++looks == moment || looks_while_waiting == 1) {
+          tp::publish(word, 1u);
+          tp::ring_bell(bell);
+        }
+        return false;
+      });
+    });
+    CHECK(tp::get(bell.waiting) == TP_WAIT_NOTHING, "it still waits");
+  }
+}
+
 void a_full_ring_is_a_value() {
   Traffic t{2, 4, 0, 0, false};
   const test::Arena arena(sizes_of(t));
@@ -95,6 +119,7 @@ int main() {
   slots_arrive_whole_and_in_order();
   no_wake_up_is_lost();
   two_slots_and_no_pause();
+  an_event_between_look_and_sleep_is_seen();
   a_full_ring_is_a_value();
   a_successor_goes_on();
   std::puts("ring: ok");
