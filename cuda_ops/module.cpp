@@ -305,7 +305,10 @@ void format_source(const py::buffer &memory, const py::dict &sizes, const Owner 
 }
 
 [[nodiscard]] uint64_t as_ns(double seconds) noexcept {
-  return seconds <= 0 ? 0 : static_cast<uint64_t>(seconds * 1e9);
+  if (!(seconds > 0)) // no number, too
+    return 0;
+  constexpr double most = 9e9; // seconds; its nanoseconds may be added to a clock without overflow
+  return static_cast<uint64_t>(std::min(seconds, most) * 1e9);
 }
 
 // ---------------------------------------------------------------- the roles' objects
@@ -729,6 +732,18 @@ private:
   return rows;
 }
 
+// What is committed of (row, generation): tokens, first and last stamp; None of another life.
+[[nodiscard]] py::object progress_of(const MappedCore &mapped, uint32_t row, uint32_t generation) {
+  const tp::Core &core = mapped.core();
+  if (row >= core.sizes.max_num_seqs)
+    return py::none();
+  const uint64_t turn = tp::observe(core.decoder(row % core.sizes.num_decoders).turn);
+  const tp_progress &p = core.progress(turn & 1, row);
+  if (tp::get(p.generation) != generation)
+    return py::none();
+  return py::make_tuple(tp::get(p.emitted), tp::get(p.first_token_ns), tp::get(p.last_token_ns));
+}
+
 // The id of the request that holds (row, generation), or None when another life holds the row.
 [[nodiscard]] py::object request_id_of(const MappedCore &mapped, uint32_t row,
                                        uint32_t generation) {
@@ -934,6 +949,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("commit_bytes", &commit_bytes, "core"_a, "decoder"_a);
   m.def("saved_tokens", &saved_tokens, "source"_a);
   m.def("rows", &rows_of, "core"_a);
+  m.def("progress_of", &progress_of, "core"_a, "row"_a, "generation"_a);
   m.def("request_id_of", &request_id_of, "core"_a, "row"_a, "generation"_a);
   m.def("is_gone", [](const MappedSource &s) { return tp::observe(s.map().head().gone) != 0; });
   m.def("published", [](const MappedSource &s) { return tp::observe(s.map().head().published); });

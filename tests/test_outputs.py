@@ -589,11 +589,13 @@ def test_any_whole_step_has_what_its_parts_have(two: Line, data: st.DataObject) 
 def test_the_handle_s_own_finals_read_like_all_others() -> None:
     ended = [(3, 2, request("a")), (0, 9, request("b"))]
     maker = ObjectMaker(PipelineConfig(), 0)
-    batch = finals_without_step(ended, FinishReason.SHUTDOWN, maker.make)
+    batch = finals_without_step(
+        ended, [(5, 70, 90), (0, 0, 0)], FinishReason.SHUTDOWN, maker.make
+    )
     assert columns(batch) == {
         "row": [3, 0],
         "generation": [2, 9],
-        "send_idx": [0, 0],
+        "send_idx": [5, 0],
         "token_offsets": [0, 0, 0],
         "finish_reason": [FinishReason.SHUTDOWN] * 2,
         "token_ids": [],
@@ -601,10 +603,12 @@ def test_the_handle_s_own_finals_read_like_all_others() -> None:
         "topk_logprobs": [],
         "logprobs": [],
         "ranks": [],
-        "first_token_ns": [0, 0],
+        "first_token_ns": [70, 0],
         "draft_token_ids": [],
         "vectors": [],
     }
+    assert batch.finals["num_tokens"].tolist() == [5, 0]
+    assert batch.finals["last_token_ns"].tolist() == [90, 0]
     assert [o.finish_reason for o in batch] == ["shutdown", "shutdown"]
     assert [o.error_code for o in batch] == [503, 503]
     assert [batch.final_id(f) for f in range(2)] == batch.request_ids == ["a", "b"]

@@ -17,8 +17,8 @@ _HOME = {
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "RequestAbortedError RequestError RoleLostError RowBusyError SegmentError "
-    "SegmentExistsError SegmentMissingError SegmentSpaceError SyncTimeoutError "
-    "TokenpipeError UnknownRequestError",
+    "SegmentExistsError SegmentMissingError SegmentSpaceError StreamTakenError SyncTimeoutError "
+    "TimeLimitError TokenpipeError UnknownRequestError",
     "layout": "PipelineState",
     "events": "RequestEvent",
     "outputs": "OutputBatch",

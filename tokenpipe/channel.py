@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenpipe import _native
 from tokenpipe.commands import CommandKind, ReplyStatus
+from tokenpipe.errors import TimeLimitError
 
 _WAIT_S = 0.2
 _POSTED, _DONE = 1, 2
@@ -17,6 +18,16 @@ _RESERVED = 8
 """Slots that commands which wait (submit, resume, grow) leave to those that must get through."""
 _WAITING = (CommandKind.SUBMIT, CommandKind.RESUME, CommandKind.GROW)
 _FOR_EVER_S = 3600.0 * 24 * 365
+
+
+def time_limit(name: str, value: float) -> float:
+    """Returns a limit in seconds; infinity and what is longer than a year is a year.
+
+    Raises TimeLimitError for what is no number. Below 0 is 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise TimeLimitError(name, value)
+    return max(0.0, min(value, _FOR_EVER_S))
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,8 @@ class CommandChannel:
     def call(self, kind: CommandKind, timeout_s: float | None = None, **fields: Any) -> Reply:
         """Posts a command and returns its reply. Blocks until then, or until the pipeline is gone
         (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit)."""
-        deadline_s = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
+        limit_s = _FOR_EVER_S if timeout_s is None else time_limit("timeout_s", timeout_s)
+        deadline_s = time.monotonic() + limit_s
         slot = self._take(_RESERVED if kind in _WAITING else 0, deadline_s)
         if slot is None:
             return Reply(ReplyStatus.NO_FREE_ROW, 0, 0, 0, ())

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenpipe.config import PipelineConfig, fault_of
-from tokenpipe.errors import ExitCode, TokenpipeError, to_json
+from tokenpipe.errors import ConfigError, ExitCode, TokenpipeError, to_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +79,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     try:
         config = PipelineConfig.from_cli_args(args)
+        try:
+            os.fstat(args.ready_fd)
+        except OSError as error:
+            raise ConfigError("ready_fd", args.ready_fd, str(error)) from None
         _set_up_logging("coordinator", config.log_level)
         _arm_fault("coordinator", args.epoch)
         coordinator.run(config, ready, args.owner_fd)

@@ -80,6 +80,7 @@ class Coordinator:
         self._watch: Watch | None = None
         self._roles = Roles(children, self._book, self._view, self._config)
         self._is_degraded = False
+        self._stalled: str | None = None
         self._drain_limit: float | None = None
         self._drain_until = 0.0
         self._has_ended_rest = False
@@ -166,10 +167,12 @@ class Coordinator:
             return
         self._last_judged = now
         verdict = judge(self._segment, self._view)
+        stalled = verdict.role if verdict.state is PipelineState.STALLED else None
+        if stalled is not None and stalled != self._stalled:  # once, also while draining
+            _log.error("stalled: %s", verdict.reason)
+        self._stalled = stalled
         if int(self._view.header["state"]) == verdict.state:
             return
-        if verdict.state is PipelineState.STALLED:
-            _log.error("stalled: %s", verdict.reason)
         if self._drain_limit is None:
             self._set_state(verdict.state, verdict.role, verdict.reason)
 
@@ -184,7 +187,7 @@ class Coordinator:
             if self._stop.requested:
                 self._begin_drain(self._config.drain_timeout_s, "asked to stop")
             elif self._watch is not None and self._watch.owner_is_gone:
-                self._begin_drain(_OWNER_LIMIT_S, "the owner is gone")
+                self._begin_drain(_OWNER_LIMIT_S, "the owner has closed it or is gone")
         for limit_s in self._resources.take_drains():
             self._begin_drain(limit_s, "drain() was called")
 

@@ -117,6 +117,11 @@ class OpenRequests:
             self._running_ids.clear()
             return rest
 
+    def has_ended(self, row: int, generation: int) -> bool:
+        """Whether the final of that life has been read."""
+        with self._lock:
+            return self._last_ended[row] >= generation
+
     def place_of(self, request_id: str) -> tuple[int, int] | None:
         """Returns the (row, generation) of a running request."""
         with self._lock:
@@ -169,6 +174,7 @@ class Delivery:
         handover: Handover,
     ) -> None:
         config = segment.config
+        self._core = segment.core
         self._client = client
         self._requests = requests
         self._is_over = is_over
@@ -309,5 +315,13 @@ class Delivery:
         return whole
 
     def _missing_finals(self) -> OutputBatch | None:
+        self._handover.give_up_all()
         rest = self._requests.take_all()
-        return finals_without_step(rest, self._last_reason(), self._maker.make) if rest else None
+        if not rest:
+            return None
+        # Every committed frame has been read by now: what is committed is what was delivered.
+        progress = [
+            _native.progress_of(self._core, row, generation) or (request.num_emitted_tokens, 0, 0)
+            for row, generation, request in rest
+        ]
+        return finals_without_step(rest, progress, self._last_reason(), self._maker.make)

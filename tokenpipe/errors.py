@@ -293,6 +293,21 @@ class DeliveryModeError(TokenpipeError):
         self.chosen, self.asked = chosen, asked
 
 
+class StreamTakenError(RequestError):
+    """Another stream() reads the request's outputs."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id, f"request {request_id!r}: another stream() is reading it")
+
+
+class TimeLimitError(TokenpipeError, ValueError):
+    """A time limit that is no number of seconds."""
+
+    def __init__(self, name: str, value: object) -> None:
+        super().__init__(f"{name} = {value!r}: must be a number of seconds, 0 or more")
+        self.name, self.value = name, value
+
+
 class SyncTimeoutError(TokenpipeError):
     """sync() ran out of time; `stage` names who has not moved on."""
 

@@ -49,6 +49,16 @@ class Handover:
         with self._lock:
             self._places[request_id] = (row, generation)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request of that id holds its row until it is answered."""
+        with self._lock:
+            return request_id in self._places
+
+    def is_parked(self, row: int, generation: int) -> bool:
+        """Whether the first token of that life waits for its answer."""
+        with self._lock:
+            return (row, generation) in self._parked
+
     def take_place(self, request_id: str) -> tuple[int, int] | None:
         """Returns, once, the (row, generation) of a request that is still to be answered."""
         with self._lock:
@@ -94,6 +104,15 @@ class Handover:
                 self._places.pop(parked.request.request_id, None)
         for parked in late:
             self._hand_on(parked.request, parked.output, "answer in time")
+
+    def give_up_all(self) -> None:
+        """Hands on, as failed, every first token that is parked: nobody can answer any more."""
+        with self._lock:
+            left = list(self._parked.values())
+            self._parked.clear()
+            self._places.clear()
+        for parked in left:
+            self._hand_on(parked.request, parked.output, "answer before the pipeline ended")
 
     def _hand_on(self, request: Request, output: RequestOutput, answer: str) -> None:
         if answer != SENT:

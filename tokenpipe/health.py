@@ -14,7 +14,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
-from tokenpipe.errors import PortInUseError
+from tokenpipe.errors import ConfigError, PortInUseError
 from tokenpipe.layout import PipelineState
 from tokenpipe.metrics import CONTENT_TYPE, Exporter
 from tokenpipe.segment import Segment
@@ -113,7 +113,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class HealthServer:
-    """Serves the endpoint until the `with` ends. Raises PortInUseError (host, port)."""
+    """Serves the endpoint until the `with` ends. Raises PortInUseError (host, port), ConfigError
+    where no server can listen."""
 
     def __init__(self, segment: Segment) -> None:
         config = segment.config
@@ -123,9 +124,13 @@ class HealthServer:
         try:
             self._server = _Server((config.health_host, port), segment)
         except OSError as e:
-            if e.errno != errno.EADDRINUSE:
-                raise
-            raise PortInUseError(config.health_host, port) from None
+            if e.errno == errno.EADDRINUSE:
+                raise PortInUseError(config.health_host, port) from None
+            if e.errno in (errno.EACCES, errno.EPERM):
+                raise ConfigError("health_port", port, str(e)) from None
+            if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError("health_host", config.health_host, str(e)) from None
+            raise
         self.host = config.health_host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(

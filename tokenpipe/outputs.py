@@ -339,13 +339,20 @@ def _moved_finals(parts: Sequence[OutputBatch], order: Array) -> Array:
 
 def finals_without_step(
     ended: Sequence[tuple[int, int, Request]],
+    progress: Sequence[tuple[int, int, int]],
     reason: FinishReason,
     make: Callable[[OutputBatch], list[AnyOutput]],
 ) -> OutputBatch:
-    """Returns the finals that the handle makes itself, of (row, generation, request) each."""
+    """Returns the finals that the handle makes itself, of (row, generation, request) each.
+
+    `progress`: for each its tokens so far, and the stamps of the first and the last.
+    """
     n = len(ended)
     finals = np.zeros(n, FINAL)
     finals["index"] = np.arange(n)
+    tokens, firsts, lasts = zip(*progress, strict=True)
+    finals["num_tokens"], finals["first_token_ns"], finals["last_token_ns"] = tokens, firsts, lasts
+    finals["prompt_tokens"] = [len(request.prompt_token_ids) for _, _, request in ended]
     return _OwnBatch(
         lambda i: ended[i][2],
         number=0,
@@ -368,10 +375,10 @@ def finals_without_step(
         _make=make,
         row=np.array([e[0] for e in ended], np.uint32),
         generation=np.array([e[1] for e in ended], np.uint32),
-        send_idx=np.zeros(n, np.uint32),
+        send_idx=np.array(tokens, np.uint32),
         token_offsets=np.zeros(n + 1, np.uint32),
         finish_reason=np.full(n, int(reason), np.uint8),
-        first_token_ns=np.zeros(n, np.uint64),
+        first_token_ns=np.array(firsts, np.uint64),
         token_ids=np.zeros(0, np.int32),
         topk_ids=np.zeros((0, 0), np.int32),
         topk_logprobs=np.zeros((0, 0), np.float32),

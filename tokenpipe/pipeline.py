@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from tokenpipe import _native
-from tokenpipe.channel import CommandChannel, Reply
+from tokenpipe.channel import CommandChannel, Reply, time_limit
 from tokenpipe.commands import ANY_ROW, CommandKind, FinishReason, ReplyStatus
 from tokenpipe.config import PipelineConfig
 from tokenpipe.delivery import Delivery, OpenRequests
@@ -39,7 +39,7 @@ from tokenpipe.layout import PipelineState
 from tokenpipe.objects import ObjectMaker
 from tokenpipe.outputs import OutputBatch
 from tokenpipe.records import AnyOutput
-from tokenpipe.requests import Admission, Request
+from tokenpipe.requests import Admission, Request, fits, whole_number
 from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, Segment, leftovers, start_time, sweep
 from tokenpipe.status import View, judge, role_names, status_of
 from tokenpipe.streams import Streams
@@ -169,6 +169,10 @@ class Pipeline:
         if self._is_over():
             raise PipelineGoneError(self.name, self._why_gone())
 
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise PipelineGoneError(self.name, self._why_gone())
+
     def _why_gone(self) -> str:
         if self._is_closed:
             return "this handle is closed"
@@ -203,7 +207,7 @@ class Pipeline:
         if row is not None and not 0 <= row < self.config.max_num_seqs:
             why = f"must be 0 to max_num_seqs - 1 = {self.config.max_num_seqs - 1}"
             raise InvalidRequestError(request.request_id, "row", row, why)
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._handover:
             raise DuplicateRequestError(request.request_id)
         self._requests.expect(request)
         streams = self._streams
@@ -239,8 +243,15 @@ class Pipeline:
         admission = Admission(request.request_id, reply.row, reply.generation, reply.block_ids)
         self._requests.admit(admission, request)
         if self.config.role == "prefill" and request.disaggregate_info is not None:
-            self._handover.expect(request.request_id, reply.row, reply.generation)
+            self._expect_first_token(admission)
         return admission
+
+    def _expect_first_token(self, admission: Admission) -> None:
+        place = admission.row, admission.generation
+        self._handover.expect(admission.request_id, *place)
+        # Its final may have been read before submit() came back.
+        if self._requests.has_ended(*place) and not self._handover.is_parked(*place):
+            self._handover.forget(admission.request_id, *place)
 
     def _monotonic_ns(self, wall_s: float | None) -> int:
         """A stamp of the caller on our clock; 0 for one that is missing or older than the clock."""
@@ -285,10 +296,14 @@ class Pipeline:
             ids = self._requests.ids()
         elif isinstance(ids, str):
             ids = [ids]
-        return {
-            request_id: self._channel.call(kind, id=request_id).status is ReplyStatus.OK
-            for request_id in ids
-        }
+        return {request_id: self._tell_one(kind, request_id) for request_id in ids}
+
+    def _tell_one(self, kind: CommandKind, request_id: str) -> bool:
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(str(request_id), "request_id", request_id, "must be a string")
+        if not fits(request_id, self.config):
+            return False  # submit() refuses such an id
+        return self._channel.call(kind, id=request_id).status is ReplyStatus.OK
 
     def preempt(self, ids: str | Iterable[str] | None = None) -> dict[str, bool]:
         """Asks the engine to let go of running requests for a while: one id, many, or all (None).
@@ -308,6 +323,8 @@ class Pipeline:
         that is sent again (`positions=`) is dropped and counted. Raises UnknownRequestError when it
         has ended, NotAcknowledgedError.
         """
+        if not fits(request_id, self.config):
+            raise UnknownRequestError(request_id)
         begun = time.monotonic()
         reply = self._channel.call(CommandKind.RESUME, timeout_s, id=request_id)
         if reply.status is not ReplyStatus.OK:
@@ -325,8 +342,9 @@ class Pipeline:
         Blocks until so many are free, before any waiting submit, for `timeout_s` at most. Raises
         UnknownRequestError, NotEnoughBlocksError (more than the pool has), NoFreeBlocksError.
         """
-        if num_blocks < 1:
-            raise InvalidRequestError(request_id, "num_blocks", num_blocks, "must be 1 or more")
+        whole_number(request_id, "num_blocks", num_blocks, 1)
+        if not fits(request_id, self.config):
+            raise UnknownRequestError(request_id)
         begun = time.monotonic()
         reply = self._channel.call(
             CommandKind.GROW, timeout_s, id=request_id, num_blocks=num_blocks
@@ -403,16 +421,18 @@ class Pipeline:
 
         Outputs wait in the request's own buffer, so a slow stream delays itself only; leaving the
         iteration early aborts the request. The first call decides that this handle delivers by
-        streams. Raises UnknownRequestError, DeliveryModeError, PipelineGoneError.
+        streams, and from then on each request that is submitted needs one: its outputs are kept for
+        it. Raises UnknownRequestError, StreamTakenError, DeliveryModeError, PipelineGoneError.
         """
         streams = self._start_streams()
         if request_id not in streams:
             if request_id not in self._requests:
                 raise UnknownRequestError(request_id)
             streams.open(request_id)
+        buffer = streams.take(request_id)
         is_finished = False
         try:
-            async for output in streams.read(request_id):
+            async for output in streams.read(request_id, buffer):
                 is_finished = output.finished
                 yield output
         finally:
@@ -433,6 +453,7 @@ class Pipeline:
         Raises SyncTimeoutError (stage) when that takes longer: a full output ring that nobody reads
         has the stage 'client'.
         """
+        self._raise_if_closed()
         deadline = time.monotonic() + timeout_s
         target = _native.published(self._segment.source)
         decoders = range(self.config.num_decoders)
@@ -470,7 +491,10 @@ class Pipeline:
 
     def health(self) -> dict[str, Any]:
         """Returns state, role at fault and reason, as GET /health shows them."""
+        self._raise_if_closed()
         verdict = judge(self._segment, self._view)
+        if self._is_over() and verdict.state is not PipelineState.STOPPED:
+            return {"state": "failed", "role": "coordinator", "reason": self._why_gone()}
         return {
             "state": verdict.state.name.lower(),
             "role": verdict.role,
@@ -479,7 +503,8 @@ class Pipeline:
 
     def status(self) -> dict[str, Any]:
         """Returns what GET /status shows."""
-        return status_of(self._segment)
+        self._raise_if_closed()
+        return {**status_of(self._segment), **self.health()}
 
     def engine_writer(self) -> EngineWriter:
         """Returns the writer for an engine in this same process."""
@@ -490,7 +515,8 @@ class Pipeline:
     def drain(self, timeout_s: float) -> None:
         """Asks the pipeline to end: nothing new is taken, running requests have `timeout_s` to end,
         the rest get shutdown finals. Blocks only until the coordinator has begun; go on reading."""
-        self._channel.call(CommandKind.DRAIN, argument=int(timeout_s * 1e9))
+        limit_s = time_limit("timeout_s", timeout_s)
+        self._channel.call(CommandKind.DRAIN, argument=int(limit_s * 1e9))
 
     def close(self) -> None:
         """Lets go. The owner also stops the pipeline and blocks until all its processes have
@@ -503,6 +529,7 @@ class Pipeline:
         self._is_closed = True
         if self._streams is not None:
             self._streams.close()
+        self._handover.give_up_all()
         self._segment.close()
         if killed:
             self._clean_after_a_kill()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenpipe.commands import AdmissionFlag
 from tokenpipe.config import PipelineConfig
@@ -12,6 +14,26 @@ from tokenpipe.errors import InvalidRequestError
 from tokenpipe.records import LogprobsLists, RequestMetrics
 
 _INT32 = 2**31
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What UTF-8 cannot hold."""
+
+
+def whole_number(request_id: str, field: str, value: object, low: int) -> int:
+    """Returns the value of a request's field. Raises InvalidRequestError: below `low`, no int32."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequestError(request_id, field, value, "must be a whole number") from None
+    if not low <= number < _INT32:
+        raise InvalidRequestError(request_id, field, value, f"must be {low} to {_INT32 - 1}")
+    return number
+
+
+def fits(request_id: str, config: PipelineConfig) -> bool:
+    """Whether an id can be that of a request."""
+    return len(request_id.encode(errors="surrogatepass")) <= config.max_request_id_bytes and (
+        not _SURROGATE.search(request_id)
+    )
 
 
 @dataclass
@@ -54,47 +76,61 @@ class Request:
     def check(self, config: PipelineConfig) -> None:
         """Raises InvalidRequestError (field, value, why) for what cannot work."""
 
-        def refuse(field: str, value: object, why: str) -> None:
+        def refuse(field: str, value: object, why: str) -> NoReturn:
             raise InvalidRequestError(str(self.request_id), field, value, why)
 
         if not isinstance(self.request_id, str) or not self.request_id:
             refuse("request_id", self.request_id, "must be a string that is not empty")
-        num_bytes = len(self.request_id.encode())
+        try:
+            num_bytes = len(self.request_id.encode())
+        except UnicodeEncodeError as error:
+            refuse("request_id", self.request_id, f"has no UTF-8: {error.reason}")
         if num_bytes > config.max_request_id_bytes:
             limit = config.max_request_id_bytes
             refuse("request_id", self.request_id, f"{num_bytes} bytes, at most {limit} fit")
+        for name in ("prompt_token_ids", "eos_token_ids", "prefill_chunk_info"):
+            value = getattr(self, name)
+            if value is None and name == "prefill_chunk_info":
+                continue
+            if isinstance(value, str) or not hasattr(value, "__len__"):
+                refuse(name, value, "must be a sequence of whole numbers")
         if len(self.prompt_token_ids) == 0:
             refuse("prompt_token_ids", [], "must not be empty")
         if len(self.eos_token_ids) > config.max_eos_ids:
             why = f"{len(self.eos_token_ids)} ids, max_eos_ids is {config.max_eos_ids}"
             refuse("eos_token_ids", list(self.eos_token_ids), why)
         for token in self.eos_token_ids:
-            if not 0 <= token < _INT32:
-                refuse("eos_token_ids", token, f"must be 0 to {_INT32 - 1}")
-        if self.num_emitted_tokens < 0:
-            refuse("num_emitted_tokens", self.num_emitted_tokens, "must be 0 or more")
-        if self.max_tokens is not None and not self.num_emitted_tokens < self.max_tokens < _INT32:
-            refuse("max_tokens", self.max_tokens, f"must be above {self.num_emitted_tokens}")
+            whole_number(self.request_id, "eos_token_ids", token, 0)
+        whole_number(self.request_id, "num_emitted_tokens", self.num_emitted_tokens, 0)
+        if self.max_tokens is not None:
+            low = self.num_emitted_tokens + 1
+            whole_number(self.request_id, "max_tokens", self.max_tokens, low)
         if self.prefill_chunk_info is not None and len(self.prefill_chunk_info) >= _INT32:
             refuse("prefill_chunk_info", len(self.prefill_chunk_info), "too many chunks")
-        if self.num_blocks is not None and self.num_blocks < 0:
-            refuse("num_blocks", self.num_blocks, "must be 0 or more")
+        if self.num_blocks is not None:
+            whole_number(self.request_id, "num_blocks", self.num_blocks, 0)
 
     def add_prompt_logprobs(self, begin: int, piece: LogprobsLists) -> None:
-        """Keeps a piece of the prompt's logprobs, that of prompt token `begin` and following."""
+        """Keeps a piece of the prompt's logprobs, that of prompt token `begin` and following.
+
+        A place that is saved again (an engine that fills a prompt twice) has its last value.
+        """
         self._prompt_pieces.append((begin, piece))
 
     def take_prompt_logprobs(self) -> LogprobsLists | None:
         """Returns what has come of the prompt's logprobs since the last call, in prompt order."""
         if not self._prompt_pieces:
             return None
-        pieces = [piece for _begin, piece in sorted(self._prompt_pieces, key=lambda p: p[0])]
+        places = {
+            begin + j: columns
+            for begin, piece in self._prompt_pieces
+            for j, columns in enumerate(
+                zip(piece.logprob_token_ids, piece.logprobs, piece.sampled_token_ranks, strict=True)
+            )
+        }
         self._prompt_pieces.clear()
-        return LogprobsLists(
-            [row for p in pieces for row in p.logprob_token_ids],
-            [row for p in pieces for row in p.logprobs],
-            [rank for p in pieces for rank in p.sampled_token_ranks],
-        )
+        ids, logprobs, ranks = zip(*(places[at] for at in sorted(places)), strict=True)
+        return LogprobsLists(list(ids), list(logprobs), list(ranks))
 
     @property
     def flags(self) -> int:

@@ -150,7 +150,7 @@ def _client_stall(view: View, now: int, limit: float) -> Verdict | None:
         if age > limit:
             pid = int(view.client["pid"])
             is_there = view.segment.is_locked(LOCK_CLIENT)
-            who = f"the client (pid {pid})" if is_there else "no client is attached, which"
+            who = f"the client (pid {pid})" if is_there else "a client that is gone"
             return Verdict(
                 PipelineState.STALLED,
                 "client",

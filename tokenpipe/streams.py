@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from tokenpipe.delivery import Delivery
-from tokenpipe.errors import PipelineGoneError
+from tokenpipe.errors import PipelineGoneError, StreamTakenError
 from tokenpipe.records import AnyOutput
 
 _WAIT_S = 0.2
@@ -20,6 +20,7 @@ class _Buffer:
     def __init__(self) -> None:
         self.outputs: deque[AnyOutput] = deque()
         self.reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self.is_taken = False
         self.is_abandoned = False
 
 
@@ -87,11 +88,19 @@ class Streams:
             except RuntimeError:
                 buffer.is_abandoned = True  # its event loop has ended: nobody can read it any more
 
-    async def read(self, request_id: str) -> AsyncIterator[AnyOutput]:
-        """Yields the outputs of one request up to its final."""
+    def take(self, request_id: str) -> _Buffer:
+        """Returns the buffer of a request, once. Raises StreamTakenError."""
+        with self._lock:
+            buffer = self._buffers.setdefault(request_id, _Buffer())
+            if buffer.is_taken:
+                raise StreamTakenError(request_id)
+            buffer.is_taken = True
+            return buffer
+
+    async def read(self, request_id: str, buffer: _Buffer) -> AsyncIterator[AnyOutput]:
+        """Yields the outputs of one request up to its final; `buffer` is that of take()."""
         event = asyncio.Event()
         with self._lock:
-            buffer = self._buffers[request_id]
             buffer.reader = (asyncio.get_running_loop(), event)
         is_finished = False
         try:

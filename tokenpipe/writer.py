@@ -75,6 +75,7 @@ class EngineWriter:
         [n]: the pipeline's row of each; default 0 to n-1. A copy is kept: the step may be saved
         when the scheduler's book has moved on (DESIGN section 5).
         """
+        self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
         stamp = _as_int32("generations", generations)
         where = None if rows is None else _as_int32("rows", rows)
@@ -346,8 +347,7 @@ class EngineWriter:
                 self._writer.note(rows, generations, len(generations))
 
     def _wait_for_space(self) -> None:
-        if self._is_closed:
-            raise PipelineGoneError(self._segment.name, "this writer is closed")
+        self._raise_if_closed()
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
@@ -362,6 +362,10 @@ class EngineWriter:
             if now - alone_since > _GONE_AFTER_S:
                 raise PipelineGoneError(self._segment.name, "its coordinator has died")
 
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise PipelineGoneError(self._segment.name, "this writer is closed")
+
     def poll_control(self) -> list[ControlEvent]:
         """Returns what has been decided about rows since the last call; each thing once.
 
@@ -369,11 +373,13 @@ class EngineWriter:
         finished: the row has ended, run it no more.
         """
         with self._lock:
+            self._raise_if_closed()
             return list(_events(self._writer.poll()))
 
     def beat(self, *, busy: bool) -> None:
         """Says that the engine works without saving (a long prefill): `busy` until the next
         save."""
+        self._raise_if_closed()
         self._writer.beat(busy)
 
     @property
