@@ -115,8 +115,9 @@ public:
     put(core_.admission(row).phase, static_cast<uint32_t>(TP_PHASE_PREEMPTED));
   }
 
-  // The same life goes on: the engine may run the row again.
-  void resume(uint32_t row, uint32_t generation) noexcept {
+  // The same life goes on: the engine may run the row again. `before` as in preempt().
+  void resume(uint32_t row, uint32_t generation, uint64_t before) noexcept {
+    put(core_.admission(row).acknowledged_before, before);
     const uint64_t word = observe(source_.control(row));
     if (word >> 32 == generation)
       publish(source_.control(row), word & ~uint64_t{TP_CONTROL_PREEMPT});

@@ -605,7 +605,9 @@ public:
     book_.preempt(row, generation, before, shield);
   }
   void set_preempted(uint32_t row) { book_.set_preempted(row); }
-  void resume(uint32_t row, uint32_t generation) { book_.resume(row, generation); }
+  void resume(uint32_t row, uint32_t generation, uint64_t before) {
+    book_.resume(row, generation, before);
+  }
   void note_acknowledged(uint32_t row, uint64_t before) { book_.note_acknowledged(row, before); }
   void set_handed_over(uint32_t row) { book_.set_handed_over(row); }
   [[nodiscard]] std::vector<uint32_t> blocks_of(uint32_t row) const { return book_.blocks_of(row); }
@@ -654,9 +656,9 @@ public:
     tp::put(role.epoch, tp::get(role.epoch) + 1);
   }
   // Tells the engine again of a preemption that a predecessor had only half told.
-  void repeat_preempt(uint32_t row, uint32_t generation) {
+  void repeat_preempt(uint32_t row, uint32_t generation, bool shield) {
     if (!(tp::observe(source_.control(row)) & TP_CONTROL_PREEMPT))
-      book_.preempt(row, generation, tp::get(core_.admission(row).acknowledged_before), false);
+      book_.preempt(row, generation, tp::get(core_.admission(row).acknowledged_before), shield);
   }
   void set_state(uint32_t state, uint32_t role, const std::string &reason) {
     tp_header &h = core_.header();
@@ -723,11 +725,12 @@ private:
     const tp_progress &p =
         core.progress(tp::observe(core.decoder(r % core.sizes.num_decoders).turn) & 1, r);
     const uint32_t terminal = tp::get(p.terminal);
+    const uint64_t mark = tp::observe(core.mark(r).word);
     rows.append(py::make_tuple(
         admitted, tp::observe(core.freed(r)), tp::get(p.generation) == admitted ? terminal : 0u,
         py::bytes(core.id(r), std::min(a.id_bytes, core.sizes.max_request_id_bytes)), a.flags,
         tp::get(a.phase), tp::get(a.acknowledged_before), tp::get(a.acknowledge_from) != UINT64_MAX,
-        tp::get(a.handed_over)));
+        mark >> 8 == admitted && (mark & 0xff) != TP_MARK_SHIELD, tp::get(a.handed_over) != 0));
   }
   return rows;
 }
@@ -1058,7 +1061,7 @@ PYBIND11_MODULE(_native, m) {
            "value"_a = 0, "first_block"_a = UINT32_MAX)
       .def("preempt", &PyBook::preempt, "row"_a, "generation"_a, "before"_a, "shield"_a)
       .def("set_preempted", &PyBook::set_preempted, "row"_a)
-      .def("resume", &PyBook::resume, "row"_a, "generation"_a)
+      .def("resume", &PyBook::resume, "row"_a, "generation"_a, "before"_a)
       .def("note_acknowledged", &PyBook::note_acknowledged, "row"_a, "before"_a)
       .def("set_handed_over", &PyBook::set_handed_over, "row"_a)
       .def("blocks_of", &PyBook::blocks_of, "row"_a)
@@ -1073,7 +1076,7 @@ PYBIND11_MODULE(_native, m) {
       .def("ring", &PyBook::ring)
       .def("beat", &PyBook::beat)
       .def("expect_role", &PyBook::expect_role, "index"_a)
-      .def("repeat_preempt", &PyBook::repeat_preempt, "row"_a, "generation"_a)
+      .def("repeat_preempt", &PyBook::repeat_preempt, "row"_a, "generation"_a, "shield"_a)
       .def("set_state", &PyBook::set_state, "state"_a, "role"_a, "reason"_a)
       .def("set_gauges", &PyBook::set_gauges, "live_rows"_a, "running_rows"_a, "free_blocks"_a,
            "waiting"_a, "high_water"_a)

@@ -67,7 +67,8 @@ template <class From>
                                  int64_t stride) noexcept {
   if constexpr (sizeof(From) == 4 && std::numeric_limits<From>::is_signed) {
     if (stride == 1) {
-      std::memcpy(to, from, static_cast<size_t>(count) * 4);
+      if (count != 0) // an empty tensor may have no address, which memcpy may not be given
+        std::memcpy(to, from, static_cast<size_t>(count) * 4);
       return true;
     }
   }
@@ -114,7 +115,7 @@ inline void copy_as_float(float *to, const Tensor &t, int64_t at, int64_t count,
   switch (t.dtype) {
   case Dtype::float32: {
     const float *from = static_cast<const float *>(t.data) + at;
-    if (stride == 1)
+    if (stride == 1 && count != 0)
       std::memcpy(to, from, static_cast<size_t>(count) * 4);
     else
       for (int64_t i = 0; i < count; ++i)

@@ -589,9 +589,7 @@ def test_any_whole_step_has_what_its_parts_have(two: Line, data: st.DataObject) 
 def test_the_handle_s_own_finals_read_like_all_others() -> None:
     ended = [(3, 2, request("a")), (0, 9, request("b"))]
     maker = ObjectMaker(PipelineConfig(), 0)
-    batch = finals_without_step(
-        ended, [(5, 70, 90), (0, 0, 0)], FinishReason.SHUTDOWN, maker.make
-    )
+    batch = finals_without_step(ended, [(5, 70, 90), (0, 0, 0)], FinishReason.SHUTDOWN, maker.make)
     assert columns(batch) == {
         "row": [3, 0],
         "generation": [2, 9],

@@ -1008,9 +1008,9 @@ def test_a_second_preemption_of_one_life_is_told_again(stage: Stage) -> None:
         assert told(stage) == [(2, 7, "preempt")]
         assert told(stage) == []
         if number == 1:
-            book.resume(2, 7)
+            book.resume(2, 7, 0)
             assert told(stage) == [], "the scheduler asked for it"
-    book.resume(2, 7)
+    book.resume(2, 7, 0)
     book.preempt(2, 7, 3, False)
     book.control(2, 7, Control.ABORT)
     assert told(stage) == [(2, 7, "abort"), (2, 7, "preempt")]

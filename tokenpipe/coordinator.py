@@ -150,8 +150,9 @@ class Coordinator:
         published = int(self._view.source["published"])
         if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
             _log.error("the engine's writer (pid %d) has died: its requests end", pid)
-            _native.announce_writer(self._segment.source, 0, 0)
+            # Ended first: who takes over from a coordinator killed here must see the dead writer.
             self._resources.end_running(FinishReason.ERROR)
+            _native.announce_writer(self._segment.source, 0, 0)
 
     def _judge(self) -> None:
         missing = self._roles.missing()

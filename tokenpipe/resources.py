@@ -55,7 +55,9 @@ class Live:
     deadline: float | None = None
     """When what is waited for is not waited for any longer."""
     is_told: bool = False
-    """Its end was asked for here, and the engine told."""
+    """The engine was told to let it go."""
+    is_ending: bool = False
+    """Its end was asked for here: a mark stands."""
     is_handed_over: bool = False
     """prefill_done() was called."""
 
@@ -147,17 +149,17 @@ class Resources:
     def _rebuild(self) -> None:
         """Derives every list from the segment, as a coordinator must that takes over."""
         for row, known in enumerate(_native.rows(self._core)):
-            admitted, freed, end, request_id, flags, phase, before, is_told, handed_over = known
+            admitted, freed, end, request_id, flags, phase, before, told, ending, handed = known
             self._generation.append(admitted)
             if admitted == freed:
                 self._free_rows.append(row)
                 continue
             blocks = self._book.blocks_of(row)
             live = Live(admitted, request_id, blocks, flags, Phase(phase))
-            live.acknowledged_before, live.is_handed_over = before, bool(handed_over)
-            live.is_told = is_told
+            live.acknowledged_before, live.is_handed_over = before, handed
+            live.is_told, live.is_ending = told, ending
             if live.phase is Phase.PREEMPTING:
-                self._book.repeat_preempt(row, admitted)
+                self._book.repeat_preempt(row, admitted, self._config.role == "decode")
                 self._time(row, live, self._config.abort_timeout_s)
             self._live[row] = live
             if not end:  # an id is free again once its final is out
@@ -313,10 +315,12 @@ class Resources:
     def end(self, row: int, reason: FinishReason) -> None:
         """Marks a row for its decoder to end, and tells the engine's scheduler."""
         live = self._live[row]
-        if live.phase is Phase.RUNNING:  # while it is being preempted one acknowledgement does both
+        # While it is being preempted one acknowledgement does both; and an end that is asked for
+        # again must not pass over the answer to the first asking.
+        if live.phase is Phase.RUNNING and not live.is_told:
             live.acknowledged_before = live.acknowledged
             self._book.note_acknowledged(row, live.acknowledged)
-        live.is_told = True
+        live.is_told = live.is_ending = True
         self._book.mark(row, live.generation, reason)
         self._book.control(row, live.generation, Control.ABORT)
 
@@ -346,7 +350,7 @@ class Resources:
         if row is None:
             return
         live = self._live[row]
-        if live.phase is Phase.RUNNING:
+        if live.phase is Phase.RUNNING and not live.is_ending:
             live.phase = Phase.PREEMPTING
             live.acknowledged_before = live.acknowledged
             shield = self._config.role == "decode"
@@ -363,12 +367,13 @@ class Resources:
         for slot, waiting in list(self._resumes.items()):
             live = self._live.get(waiting.row)
             is_gone = live is None or live.generation != waiting.generation
-            if live is None or is_gone or live.terminal is not FinishReason.NONE:
+            if live is None or is_gone or live.is_ending or live.terminal is not FinishReason.NONE:
                 status = ReplyStatus.UNKNOWN
             elif live.phase is not Phase.PREEMPTING:
                 live.phase = Phase.RUNNING
                 live.acknowledged_before = live.acknowledged
-                self._book.resume(waiting.row, live.generation)
+                live.is_told = False
+                self._book.resume(waiting.row, live.generation, live.acknowledged)
                 status = ReplyStatus.OK
             elif waiting.is_overdue:
                 status = ReplyStatus.NOT_ACKNOWLEDGED
