@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import secrets
+import signal
 import threading
 import time
 import urllib.request
@@ -735,3 +737,50 @@ def _run_at_random(house: House, seed: int, count: int) -> None:
         if finals[name] == "length":
             assert len(got[name]) == limit
     assert len(lives) > count // 20
+
+
+def test_an_id_is_taken_until_its_first_token_is_answered(prefill: House) -> None:
+    prefill.begin("a", disaggregate_info={"to": 1})
+    prefill.engine.step()
+    assert prefill.read_until_final("a")
+    with pytest.raises(tp.DuplicateRequestError):
+        prefill.submit("a")
+    assert prefill.pipe.prefill_done("a") is True
+    [(_info, output)] = prefill.sent
+    assert output.error_code == 200
+
+
+def test_a_first_token_that_nobody_can_answer_any_more_is_handed_on_as_failed() -> None:
+    house = House(role="prefill")
+    try:
+        house.begin("a", disaggregate_info={"to": 1})
+        house.engine.step()
+        assert house.read_until_final("a")
+        assert house.sent == []
+    finally:
+        house.engine.writer.close()
+        house.pipe.close()
+    [(_info, output)] = house.sent
+    assert output.error_code == 501
+    assert output.outputs.token_ids
+
+
+def test_finals_of_a_pipeline_that_is_lost_know_how_far_their_requests_were(
+    unique_name: str,
+) -> None:
+    config = tp.PipelineConfig(name=unique_name, max_num_seqs=4, max_restarts=0, num_decoders=1)
+    with tp.Pipeline(config) as pipe, pipe.engine_writer() as engine:
+        adm = pipe.submit(tp.Request("a", [1]))
+        pipe.submit(tp.Request("late", [1], num_emitted_tokens=5))
+        for token in (7, 8, 9):
+            engine.save_output([token], step=engine.begin_step([adm.generation], rows=[adm.row]))
+        pipe.sync(timeout_s=20)
+        assert sum(batch.num_tokens for batch in pipe.batches(timeout_s=0)) == 3
+        for name, pid in pipe.pids.items():
+            if name != "coordinator":
+                os.kill(pid, signal.SIGKILL)
+        ends = {}
+        for batch in pipe.batches(timeout_s=20):
+            for i, name in enumerate(batch.request_ids):
+                ends[name] = int(batch.send_idx[i]), bool(batch.first_token_ns[i])
+        assert ends == {"a": (3, True), "late": (5, False)}

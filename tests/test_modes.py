@@ -866,3 +866,16 @@ def test_work_is_spread_evenly_over_the_decoders() -> None:
         delivered = [int(c["counters"]["tokens_delivered"]) for c in commits]
         assert sum(delivered) == lengths.sum()
         assert max(delivered) <= 1.5 * sum(delivered) / 4
+
+
+def test_prompt_logprobs_that_are_saved_twice_come_once() -> None:
+    """As after a preemption that fills the prompt again: the last value of each place counts."""
+    with InProcess(drafts_config(enable_draft_logprob=False)) as p:
+        p.submit(request("r0", prompt_token_ids=[1] * 4))
+        p.writer.save_prompt_logprobs(0, 1, [5, 6], **candidates_of([5, 6]))
+        p.writer.save_prompt_logprobs(0, 1, [7, 8, 9], **candidates_of([7, 8, 9]))
+        save_target(p.writer, [0], [[11]])
+        [output] = p.outputs()
+        assert isinstance(output, tp.RequestOutput)
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs.sampled_token_ranks == [8, 9, 10]

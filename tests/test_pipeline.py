@@ -423,6 +423,89 @@ def test_streams_give_each_request_its_own_outputs(pipe: tp.Pipeline) -> None:
     engine.writer.close()
 
 
+def test_a_second_stream_of_a_request_is_refused_and_harms_nobody(pipe: tp.Pipeline) -> None:
+    async def main() -> None:
+        with pipe.engine_writer() as engine:
+            adm = await pipe.submit_async(request("a", max_tokens=3))
+            first = pipe.stream("a")
+            reading = asyncio.create_task(anext(first))
+            await asyncio.sleep(0)  # it has begun
+            with pytest.raises(tp.StreamTakenError, match="'a'"):
+                await anext(pipe.stream("a"))
+            for token in (5, 6, 7):
+                engine.save_output(
+                    [token], step=engine.begin_step([adm.generation], rows=[adm.row])
+                )
+            got = (await reading).outputs.token_ids
+            async for output in first:
+                got = got + output.outputs.token_ids
+            assert got == [5, 6, 7]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("limit", [float("nan"), "1", None])
+def test_a_time_limit_that_is_no_number_is_named(pipe: tp.Pipeline, limit: Any) -> None:
+    with pytest.raises(tp.TimeLimitError, match="timeout_s"):
+        pipe.drain(limit)
+
+
+def test_an_endless_time_limit_waits(pipe: tp.Pipeline) -> None:
+    for row in range(ROWS):
+        pipe.submit(request(f"r{row}"))
+    found: list[tp.Admission] = []
+    thread = threading.Thread(
+        target=lambda: found.append(pipe.submit(request("late"), timeout_s=float("inf")))
+    )
+    thread.start()
+    wait_until(lambda: pipe.status()["waiting_submits"] == 1, describe=pipe.status)
+    with pipe.engine_writer() as engine:
+        engine.save_output([2], step=engine.begin_step([1], rows=[3]))
+        thread.join(20)
+    assert [adm.row for adm in found] == [3]
+
+
+def test_a_closed_handle_and_a_closed_writer_say_so(unique_name: str) -> None:
+    with tp.Pipeline(tp.PipelineConfig(name=unique_name, max_num_seqs=2)) as pipe:
+        writer = pipe.engine_writer()
+        writer.close()
+        for call in (writer.poll_control, lambda: writer.beat(busy=True)):
+            with pytest.raises(tp.PipelineGoneError, match="closed"):
+                call()
+        with pytest.raises(tp.PipelineGoneError, match="closed"):
+            writer.begin_step([1])
+    for call in (pipe.status, pipe.health, pipe.sync):
+        with pytest.raises(tp.PipelineGoneError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("eos_token_ids", [2.5]),
+        ("eos_token_ids", "ab"),
+        ("eos_token_ids", 2),
+        ("max_tokens", 1.5),
+        ("max_tokens", 2**40),
+        ("prompt_token_ids", None),
+        ("num_blocks", "3"),
+        ("request_id", "\ud800"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(field: str, value: Any) -> None:
+    bad = request("a")
+    setattr(bad, field, value)
+    with pytest.raises(tp.InvalidRequestError) as caught:
+        bad.check(tp.PipelineConfig())
+    assert caught.value.field == field
+
+
+def test_an_id_that_cannot_be_is_answered_as_unknown(pipe: tp.Pipeline) -> None:
+    assert pipe.abort(["x" * 5000, "\ud800"]) == {"x" * 5000: False, "\ud800": False}
+    with pytest.raises(tp.InvalidRequestError, match="num_blocks"):
+        pipe.grow("a", 2.5)  # type: ignore[arg-type]
+
+
 def test_a_handle_delivers_one_way_only(pipe: tp.Pipeline) -> None:
     read_all(pipe)
 

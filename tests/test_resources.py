@@ -1314,6 +1314,36 @@ def test_an_acknowledgement_counts_whatever_coordinator_sees_it(
     assert pipe.is_back(a)
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("again", [CommandKind.ABORT, CommandKind.CLEAR, CommandKind.PREEMPT])
+def test_an_end_that_is_asked_for_again_does_not_pass_over_the_answer(
+    pipe: Driven, again: CommandKind, is_replaced: bool
+) -> None:
+    """tests/protocol_model.py, asked_again: else the row would wait for its deadline."""
+    a = pipe.begin("a")
+    pipe.ask(CommandKind.ABORT, id="a")
+    pipe.save((a.row, a.generation), state=ACKNOWLEDGED)  # saved, and not decoded yet
+    if is_replaced:
+        pipe.restart_coordinator()
+    pipe.ask(again, id="a")
+    pipe.go()
+    assert pipe.is_back(a)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_row_whose_end_is_asked_for_is_not_resumed(pipe: Driven, is_replaced: bool) -> None:
+    """tests/protocol_model.py, resumed_though_marked."""
+    a = pipe.begin("a")
+    pipe.ask(CommandKind.PREEMPT, id="a")
+    pipe.acknowledge(a)
+    pipe.ask(CommandKind.ABORT, id="a")  # marked; no decoder has seen it
+    if is_replaced:
+        pipe.restart_coordinator()
+    assert pipe.ask(CommandKind.RESUME, id="a").status is ReplyStatus.UNKNOWN
+    pipe.go()
+    assert pipe.is_back(a)
+
+
 def test_who_takes_over_tells_the_engine_of_an_error_that_a_decoder_found(pipe: Driven) -> None:
     a = pipe.begin("a")
     pipe.save((a.row, a.generation), positions=[7])  # a hole
