@@ -714,16 +714,20 @@ private:
   return {reinterpret_cast<const char *>(&copy), sizeof(copy)};
 }
 
-// [(admitted, freed, terminal, request id, num_blocks, flags, phase, acknowledged_before,
-// first_block, handed_over)] per row; terminal is that of the admitted life.
+// The copy of a row's progress that its decoder's last turn has made valid.
+[[nodiscard]] const tp_progress &committed(const tp::Core &core, uint32_t row) noexcept {
+  return core.progress(tp::observe(core.decoder(row % core.sizes.num_decoders).turn) & 1, row);
+}
+
+// [(admitted, freed, terminal, request id, flags, phase, acknowledged_before, told to let go,
+// end asked for, handed_over)] per row; terminal is that of the admitted life.
 [[nodiscard]] py::list rows_of(const MappedCore &mapped) {
   const tp::Core &core = mapped.core();
   py::list rows;
   for (uint32_t r = 0; r < core.sizes.max_num_seqs; ++r) {
     const uint64_t admitted = tp::observe(core.admitted(r));
     const tp_admission &a = core.admission(r);
-    const tp_progress &p =
-        core.progress(tp::observe(core.decoder(r % core.sizes.num_decoders).turn) & 1, r);
+    const tp_progress &p = committed(core, r);
     const uint32_t terminal = tp::get(p.terminal);
     const uint64_t mark = tp::observe(core.mark(r).word);
     rows.append(py::make_tuple(
@@ -740,8 +744,7 @@ private:
   const tp::Core &core = mapped.core();
   if (row >= core.sizes.max_num_seqs)
     return py::none();
-  const uint64_t turn = tp::observe(core.decoder(row % core.sizes.num_decoders).turn);
-  const tp_progress &p = core.progress(turn & 1, row);
+  const tp_progress &p = committed(core, row);
   if (tp::get(p.generation) != generation)
     return py::none();
   return py::make_tuple(tp::get(p.emitted), tp::get(p.first_token_ns), tp::get(p.last_token_ns));

@@ -176,6 +176,17 @@ class Driven(InProcess):
         self.resources.reclaim()
         self.resources.serve()
 
+    def tick_and_die(self, fuse: int) -> None:
+        """A turn that ends after `fuse` stores, if it has so many; then a whole one of whoever is
+        there."""
+        self.book.fuse = fuse
+        try:
+            self.tick()
+        except KilledError:
+            self.restart_coordinator()
+        self.book.fuse = None
+        self.tick()
+
     def take(self, slot: int) -> Answer | None:
         """Returns a command's answer, if there is one yet, and frees its slot."""
         if self.client.command_state(slot) != DONE:
@@ -1266,13 +1277,7 @@ def test_the_ids_of_a_successor_are_right(pipe: Driven, first_row: int) -> None:
 def test_a_growth_is_done_once_whatever_dies(pipe: Driven, fuse: int) -> None:
     a = pipe.begin("a", num_blocks=1)
     slot = pipe.post(CommandKind.GROW, id="a", num_blocks=2)
-    pipe.book.fuse = fuse
-    try:
-        pipe.tick()
-    except KilledError:
-        pipe.restart_coordinator()
-    pipe.book.fuse = None
-    pipe.tick()
+    pipe.tick_and_die(fuse)
     grown = pipe.take(slot)
     assert grown is not None
     owned = [b for b, owner in enumerate(pipe.book.block_owners()) if owner[1]]
@@ -1363,13 +1368,7 @@ def test_who_takes_over_tells_the_engine_of_an_error_that_a_decoder_found(pipe: 
 def test_a_submit_is_done_once_whatever_dies(pipe: Driven, fuse: int) -> None:
     request = tp.Request("a", [1], num_blocks=2)
     slot = pipe.post_submit(request, wait_s=FOR_EVER_S)
-    pipe.book.fuse = fuse
-    try:
-        pipe.tick()
-    except KilledError:
-        pipe.restart_coordinator()
-    pipe.book.fuse = None
-    pipe.tick()
+    pipe.tick_and_die(fuse)
     answer = pipe.take(slot)
     assert answer is not None
     assert (answer.status, answer.generation) == (ReplyStatus.OK, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -14,8 +13,6 @@ from tokenpipe.errors import InvalidRequestError
 from tokenpipe.records import LogprobsLists, RequestMetrics
 
 _INT32 = 2**31
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""What UTF-8 cannot hold."""
 
 
 def whole_number(request_id: str, field: str, value: object, low: int) -> int:
@@ -31,9 +28,10 @@ def whole_number(request_id: str, field: str, value: object, low: int) -> int:
 
 def fits(request_id: str, config: PipelineConfig) -> bool:
     """Whether an id can be that of a request."""
-    return len(request_id.encode(errors="surrogatepass")) <= config.max_request_id_bytes and (
-        not _SURROGATE.search(request_id)
-    )
+    try:
+        return len(request_id.encode()) <= config.max_request_id_bytes
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass

@@ -91,8 +91,8 @@ class Streams:
     def take(self, request_id: str) -> _Buffer:
         """Returns the buffer of a request, once. Raises StreamTakenError."""
         with self._lock:
-            buffer = self._buffers.setdefault(request_id, _Buffer())
-            if buffer.is_taken:
+            buffer = self._buffers.get(request_id)
+            if buffer is None or buffer.is_taken:  # None: the other has just read it to its end
                 raise StreamTakenError(request_id)
             buffer.is_taken = True
             return buffer
