@@ -6,13 +6,14 @@
 
 #include "client.hpp"
 #include "output_ops.hpp"
+#include "sysv_wire.hpp"
 
 namespace tp {
 
 struct Ending {
   uint32_t row, generation, terminal, acknowledged;
   uint64_t num_acknowledged;
-  uint32_t emitted;
+  uint64_t idle_at;
 };
 
 // Design: the coordinator is the only writer of everything that this class stores.
@@ -76,7 +77,7 @@ public:
     a.num_blocks = static_cast<uint32_t>(blocks.size());
     std::memcpy(core_.id(row), core_.command_id(i), a.id_bytes);
     std::memcpy(core_.eos(row), core_.command_eos(i), uint64_t{a.num_eos} * 4);
-    a.from_sequence = observe(source_.head().published);
+    a.from_sequence = admitted_from();
     fault::point("submit.fields_stored");
     // SYNC POINT: admission - release: a decoder that sees the generation sees the fields
     publish(core_.admitted(row), uint64_t{generation});
@@ -227,7 +228,7 @@ public:
                        get(p.terminal),
                        get(p.acknowledged),
                        get(p.num_acknowledged),
-                       get(p.emitted)};
+                       get(p.idle_at)};
         end_read();
         if (get(decoder.turn) != turn)
           continue;
@@ -250,7 +251,33 @@ public:
   }
   void ring() noexcept { count_event(core_.role(TP_ROLE_COORDINATOR).bell); }
 
+  // Sends a barrier through the source's queue and returns its number; 0: there is no room now.
+  // What was sent before it is received before it.
+  [[nodiscard]] uint64_t send_barrier() {
+    tp_queue &queue = source_.head().queue;
+    const uint64_t number = observe(queue.barrier_sent) + 1;
+    publish(queue.barrier_sent, number); // else its reader would take it for nobody's
+    fault::point("barrier.number_stored");
+    const int64_t type = sysv::barrier_type(number);
+    return sysv::Queue(queue.key, get(queue.id)).send(&type, 0, false) ? number : 0;
+  }
+  [[nodiscard]] bool has_passed(uint64_t barrier) const noexcept {
+    return observe(source_.head().queue.barrier_seen) >= barrier;
+  }
+  // Messages received before the last barrier that was met: at least those sent before any earlier
+  // one, and no more than were sent by now.
+  [[nodiscard]] uint64_t barrier_cursor() const noexcept {
+    return observe(source_.head().queue.barrier_cursor);
+  }
+
 private:
+  // Where tokens begin to be the newcomer's. No order of loading the queue's length and the
+  // reader's cursor would be right for a queue: there a barrier has told.
+  [[nodiscard]] uint64_t admitted_from() const noexcept {
+    return source_.head().kind == TP_SOURCE_SYSV ? barrier_cursor()
+                                                 : observe(source_.head().published);
+  }
+
   // Each block names its owner before the admission that owns it is published.
   void own_blocks(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) noexcept {
     for (size_t b = 0; b < blocks.size(); ++b) {

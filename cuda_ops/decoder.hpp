@@ -251,7 +251,8 @@ private:
       return; // a successor: that life has ended, its admission may be written over by now
     row.from_sequence = a.from_sequence;
     row.arrival_ns = a.arrival_ns;
-    row.max_tokens = a.max_tokens;
+    // Without generations an end that the wire does not show would let its tokens run on.
+    row.max_tokens = options_.source == TP_SOURCE_SHM ? a.max_tokens : 0;
     row.num_emitted = a.num_emitted;
     row.prompt_tokens = a.prompt_tokens;
     row.num_eos = std::min(a.num_eos, core_.sizes.max_eos_ids);
@@ -354,7 +355,7 @@ private:
     if (row.state == TP_ROW_ACKNOWLEDGED)
       acknowledge(row, slot.source_sequence);
     else if (row.state == TP_ROW_NONE)
-      return;
+      note_idle(slot, row.index);
     else if (state_[row.index].terminal != TP_FINISH_NONE ||
              rows_[row.index].mark != TP_FINISH_NONE)
       count.dropped_finished += is_tokens ? row.num : 0;
@@ -382,6 +383,11 @@ private:
       return &count.dropped_bad_row;
     row.index = number / core_.sizes.num_decoders;
     Row &known = rows_[row.index];
+    if (slot.flags & TP_STEP_UNSTAMPED) {
+      if (known.generation == 0)
+        return &count.dropped_unadmitted;
+      row.generation = static_cast<uint32_t>(known.generation);
+    }
     if (row.generation == 0)
       return &count.dropped_padded;
     if (row.generation != known.generation)
@@ -392,6 +398,17 @@ private:
       return &count.dropped_repeated;
     known.visited = turn_;
     return nullptr;
+  }
+
+  // On a wire without generations an ended row that is shown empty has been let go of: a row that
+  // was reclaimed by a deadline is given out again then.
+  void note_idle(const tp_step &slot, uint32_t i) noexcept {
+    if (!(slot.flags & TP_STEP_UNSTAMPED) || state_[i].terminal == TP_FINISH_NONE ||
+        get(core_.freed(row_number(i))) == state_[i].generation)
+      return;
+    state_[i].idle_at = slot.source_sequence + 1;
+    has_news_ = true;
+    change(i);
   }
 
   // Also drafts of nobody are told: the handle holds their target's outputs until they come.

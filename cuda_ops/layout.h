@@ -21,7 +21,7 @@
  *   commands     +--------------------+
  *                | tp_command         |  client -> coordinator, reply in the same slot
  *   slots        +--------------------+
- *                | tp_step + columns  |  ring slots
+ *                | tp_step + columns  |  ring slots; behind the columns a received message, raw
  *   frames       +--------------------+
  *                | tp_frame + columns |  output ring of each decoder
  *                +--------------------+
@@ -29,7 +29,7 @@
  * Source segment (created by the coordinator; the engine's writer maps this one only):
  *
  *   0            +--------------------+
- *                | tp_source          |  sizes, cursors, bells of writer and reader
+ *                | tp_source          |  sizes, cursors, bells of writer and reader; the queue
  *   control      +--------------------+
  *                | uint64 x rows      |  what the scheduler must act on
  *   slots        +--------------------+
@@ -53,7 +53,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 5,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 6,    /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -126,6 +126,12 @@ enum {
   TP_BAD_REASONS = 6, /* how many reasons there are */
 };
 
+/* Where the engine's steps come from: tp_options.source and tp_source.kind. */
+enum {
+  TP_SOURCE_SHM = 0,  /* the engine's writer fills steps of the source segment */
+  TP_SOURCE_SYSV = 1, /* a System V queue that FastDeploy's ops write */
+};
+
 /* tp_options.role */
 enum { TP_ENGINE_MIXED = 0, TP_ENGINE_PREFILL = 1, TP_ENGINE_DECODE = 2 };
 
@@ -151,6 +157,7 @@ enum {
   TP_STEP_NOT_NEED_STOP = 4, /* the engine has more work (echoed) */
   TP_STEP_POOLING = 8,       /* one vector of `width` floats a row instead of tokens */
   TP_STEP_PROMPT = 16,       /* logprobs of prompt tokens; positions tell where in the prompt */
+  TP_STEP_UNSTAMPED = 32,    /* the wire has no generations: a row is whoever is admitted there */
 };
 
 enum { TP_COMMAND_FREE = 0, TP_COMMAND_POSTED = 1, TP_COMMAND_DONE = 2 };
@@ -170,7 +177,7 @@ typedef struct {
   uint32_t max_eos_ids;
   uint32_t max_request_id_bytes;
   uint32_t max_pooling_floats;
-  uint32_t pad_;
+  uint32_t raw_bytes; /* of the message as received, behind a ring slot's columns; 0: none */
 } tp_sizes;
 TP_ASSERT_SIZE(tp_sizes, 56);
 
@@ -180,8 +187,10 @@ typedef struct {
   uint32_t internal_adapter;       /* end tokens are not delivered */
   uint32_t enable_draft_logprob;   /* steps of drafts are delivered, else dropped */
   uint32_t num_speculative_tokens; /* drafts per row and step, for the statistics */
+  uint32_t source;                 /* TP_SOURCE_* */
+  uint32_t pad_;
 } tp_options;
-TP_ASSERT_SIZE(tp_options, 16);
+TP_ASSERT_SIZE(tp_options, 24);
 
 typedef struct {
   uint64_t magic;
@@ -213,7 +222,7 @@ typedef struct {
   uint64_t swept[TP_MAX_DECODERS]; /* turn word of decoder k that is swept and applied */
   char reason[TP_REASON_BYTES];
   char config[TP_CONFIG_BYTES];
-  uint8_t pad_[TP_PAGE_BYTES - 368 - TP_REASON_BYTES - TP_CONFIG_BYTES];
+  uint8_t pad_[TP_PAGE_BYTES - 376 - TP_REASON_BYTES - TP_CONFIG_BYTES];
 } tp_header;
 TP_ASSERT_SIZE(tp_header, TP_PAGE_BYTES);
 
@@ -395,7 +404,8 @@ typedef struct {
   uint32_t chunks;           /* prefill chunks seen */
   uint32_t last_send_idx;    /* where the last output began: drafts belong to it */
   uint32_t spec_steps;       /* speculative steps that emitted */
-  uint32_t pad_[3];
+  uint32_t pad_;
+  uint64_t idle_at; /* source sequence + 1 of the last step that showed the ended row empty */
   uint32_t heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head */
 } tp_progress;
 TP_ASSERT_SIZE(tp_progress, TP_LINE_BYTES);
@@ -503,6 +513,21 @@ typedef struct {
 } tp_final;
 TP_ASSERT_SIZE(tp_final, TP_LINE_BYTES);
 
+/* The System V queue, of a source of that kind. */
+typedef struct {
+  uint64_t claim;          /* reader: sequence + 1 of the slot that msgrcv may fill, 0: none yet */
+  uint64_t barrier_cursor; /* reader: its cursor when it met the last barrier */
+  uint64_t barrier_seen;   /* reader, after it: that barrier's number */
+  uint64_t barrier_sent;   /* coordinator, before it sends it */
+  uint64_t saved_tokens;   /* reader: tokens received */
+  uint64_t leftovers;      /* coordinator: messages of an earlier run that it threw away */
+  int32_t key;             /* coordinator */
+  int32_t id;              /* coordinator, and a reader that had to make it again */
+  uint32_t is_created;     /* 1: this pipeline has made it, and removes it */
+  uint8_t pad_[TP_LINE_BYTES - 60];
+} tp_queue;
+TP_ASSERT_SIZE(tp_queue, TP_LINE_BYTES);
+
 typedef struct {
   uint64_t magic;
   uint64_t version; /* coordinator, stored last */
@@ -514,8 +539,9 @@ typedef struct {
   uint32_t owner_namespace;
   char boot_id[40];
   uint32_t gone; /* coordinator: 1 when the pipeline has ended for good */
-  uint8_t pad0_[TP_LINE_BYTES * 2 - 148];
-  uint64_t published; /* writer: steps below it may be read */
+  uint32_t kind; /* TP_SOURCE_* */
+  uint8_t pad0_[TP_LINE_BYTES * 2 - 152];
+  uint64_t published; /* writer: steps below it may be read; sysv: reader, messages received */
   uint8_t pad1_[TP_LINE_BYTES - 8];
   uint64_t released; /* reader: slots of steps below it may be written again */
   uint8_t pad2_[TP_LINE_BYTES - 8];
@@ -528,7 +554,8 @@ typedef struct {
   uint64_t busy;       /* writer: 1 while it said that it works without saving */
   uint64_t blocked_ns; /* writer: time that saves waited for space */
   uint8_t pad3_[TP_LINE_BYTES - 40];
+  tp_queue queue;
 } tp_source;
-TP_ASSERT_SIZE(tp_source, 7 * TP_LINE_BYTES);
+TP_ASSERT_SIZE(tp_source, 8 * TP_LINE_BYTES);
 
 #endif

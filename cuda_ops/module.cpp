@@ -11,6 +11,7 @@
 #include "decoder.hpp"
 #include "output_ops.hpp"
 #include "ring.hpp"
+#include "sysv_source.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -178,6 +179,7 @@ private:
   s.max_eos_ids = take("max_eos_ids");
   s.max_request_id_bytes = take("max_request_id_bytes");
   s.max_pooling_floats = take("max_pooling_floats");
+  s.raw_bytes = take("raw_bytes");
   return s;
 }
 
@@ -189,7 +191,7 @@ private:
                   "num_blocks"_a = s.num_blocks, "block_size"_a = s.block_size,
                   "max_eos_ids"_a = s.max_eos_ids,
                   "max_request_id_bytes"_a = s.max_request_id_bytes,
-                  "max_pooling_floats"_a = s.max_pooling_floats);
+                  "max_pooling_floats"_a = s.max_pooling_floats, "raw_bytes"_a = s.raw_bytes);
 }
 
 [[nodiscard]] bool sizes_work(const tp_sizes &s) noexcept {
@@ -281,6 +283,7 @@ void format_core(const py::buffer &memory, const py::dict &sizes, const py::dict
   header.options.internal_adapter = options["internal_adapter"].cast<uint32_t>();
   header.options.enable_draft_logprob = options["enable_draft_logprob"].cast<uint32_t>();
   header.options.num_speculative_tokens = options["num_speculative_tokens"].cast<uint32_t>();
+  header.options.source = options["source"].cast<uint32_t>();
   header.slot_bytes = tp::slot_bytes(header.sizes);
   header.frame_bytes = tp::frame_bytes(header.sizes);
   header.wall_offset_ns = static_cast<uint64_t>(wall_offset_ns);
@@ -293,13 +296,15 @@ void format_core(const py::buffer &memory, const py::dict &sizes, const py::dict
   tp::publish(header.version, uint64_t{TP_LAYOUT_VERSION});
 }
 
-void format_source(const py::buffer &memory, const py::dict &sizes, const Owner &owner) {
+void format_source(const py::buffer &memory, const py::dict &sizes, uint32_t kind,
+                   const Owner &owner) {
   const py::buffer_info info = memory.request(true);
   auto &head = *static_cast<tp_source *>(info.ptr);
   head.magic = TP_SOURCE_MAGIC;
   head.total_bytes = static_cast<uint64_t>(info.size);
   head.sizes = sizes_from(sizes);
   head.slot_bytes = tp::slot_bytes(head.sizes);
+  head.kind = kind;
   write_owner(head, owner);
   tp::publish(head.version, uint64_t{TP_LAYOUT_VERSION});
 }
@@ -372,6 +377,59 @@ public:
 private:
   tp::SourceReader reader_;
   uint64_t spin_ns_;
+};
+
+// The reader's end of a System V queue.
+class PySysvReader {
+public:
+  PySysvReader(const MappedSource &source, const MappedCore &core, uint32_t variant,
+               uint32_t generation, int32_t key, double beat_s)
+      : ticker_(as_ns(beat_s)),
+        reader_(core.core(), source.map(), static_cast<tp::sysv::Variant>(variant),
+                static_cast<tp::sysv::Generation>(generation), tp::sysv::Queue(key)) {}
+
+  // Waits until a message comes or the ticker ticks; 0: does not wait.
+  bool get_output(PyProducer &producer, double timeout_s) {
+    if (producer.slot == nullptr)
+      throw py::value_error("get_output() without a claimed slot");
+    const py::gil_scoped_release release;
+    return reader_.get_output(*producer.slot, producer.cursor(), timeout_s > 0);
+  }
+  [[nodiscard]] uint64_t num_too_long() const noexcept { return reader_.num_too_long(); }
+  [[nodiscard]] uint32_t last_sender() const { return reader_.last_sender(); }
+
+private:
+  tp::sysv::Ticker ticker_;
+  tp::sysv::SysvReader reader_;
+};
+
+// A System V queue for Python: what the coordinator looks at, and what peers of the tests send.
+class PyQueue {
+public:
+  PyQueue(int32_t key, int32_t id)
+      : queue_(id < 0 ? tp::sysv::Queue(key) : tp::sysv::Queue(key, id)) {}
+  [[nodiscard]] int32_t id() const noexcept { return queue_.id(); }
+  [[nodiscard]] bool is_created() const noexcept { return queue_.is_created(); }
+  // messages, bytes of them, bytes that fit, pids of the last sender and receiver
+  [[nodiscard]] py::dict facts() const {
+    const msqid_ds about = queue_.facts();
+    return py::dict("messages"_a = static_cast<uint64_t>(about.msg_qnum),
+                    "bytes"_a = static_cast<uint64_t>(about.__msg_cbytes),
+                    "capacity"_a = static_cast<uint64_t>(about.msg_qbytes),
+                    "last_sender"_a = static_cast<int64_t>(about.msg_lspid),
+                    "last_receiver"_a = static_cast<int64_t>(about.msg_lrpid));
+  }
+  void raise_to(uint64_t bytes) { queue_.raise_to(bytes); }
+  // Throws the oldest message away, whatever it is; its length, at most `room`, or None.
+  py::object drop(uint64_t room) {
+    std::vector<int64_t> message(2 + room / sizeof(int64_t));
+    const int64_t got = queue_.receive(message.data(), room, IPC_NOWAIT | MSG_NOERROR);
+    return got < 0 ? py::object(py::none()) : py::object(py::int_(got));
+  }
+  void remove() { queue_.remove(); }
+
+private:
+  tp::sysv::Queue queue_;
 };
 
 class PyWriter {
@@ -616,13 +674,13 @@ public:
     if (!blocks.empty())
       book_.grow(row, generation, blocks, last);
   }
-  // (turn, [(row, generation, terminal, acknowledged, num_acknowledged, emitted)])
+  // (turn, [(row, generation, terminal, acknowledged, num_acknowledged, idle_at)])
   [[nodiscard]] py::tuple endings(uint32_t k) const {
     const uint64_t turn = tp::observe(core_.decoder(k).turn);
     py::list rows;
     for (const tp::Ending &e : book_.endings(k))
       rows.append(py::make_tuple(e.row, e.generation, e.terminal, e.acknowledged,
-                                 e.num_acknowledged, e.emitted));
+                                 e.num_acknowledged, e.idle_at));
     return py::make_tuple(turn, rows);
   }
   [[nodiscard]] uint64_t turn(uint32_t k) const { return tp::observe(core_.decoder(k).turn); }
@@ -681,6 +739,9 @@ public:
     tp::put(h.waiting_submits, waiting);
     tp::put(h.rows_high_water, high_water);
   }
+  uint64_t send_barrier() { return book_.send_barrier(); }
+  [[nodiscard]] bool has_passed(uint64_t barrier) const { return book_.has_passed(barrier); }
+  [[nodiscard]] uint64_t barrier_cursor() const { return book_.barrier_cursor(); }
   void set_health_port(uint32_t port) { tp::put(core_.header().health_port, port); }
   void set_accepting(bool accepting) {
     tp::publish(core_.header().accepting, static_cast<uint32_t>(accepting));
@@ -765,6 +826,8 @@ private:
 // Tokens saved by the engine so far: the total that the last published step carries.
 [[nodiscard]] uint64_t saved_tokens(const MappedSource &mapped) {
   const tp::SourceMap &map = mapped.map();
+  if (map.head().kind != TP_SOURCE_SHM)
+    return tp::get(map.head().queue.saved_tokens);
   const uint64_t published = tp::observe(map.head().published);
   return published == 0 ? 0 : map.slot(published - 1).saved_tokens;
 }
@@ -783,6 +846,27 @@ void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
   tp::publish(head.writer_pid, pid);
 }
 
+// What the coordinator has found out about the queue, before any role starts.
+void set_queue(const MappedSource &mapped, int32_t key, int32_t id, bool is_created,
+               uint64_t leftovers) {
+  tp_queue &queue = mapped.map().head().queue;
+  tp::put(queue.key, key);
+  tp::put(queue.id, id);
+  tp::put(queue.is_created, static_cast<uint32_t>(is_created));
+  tp::put(queue.leftovers, leftovers);
+}
+
+// Removes the queue that a pipeline has made; false when there is none of it any more.
+bool remove_queue(const MappedSource &mapped) {
+  const tp_source &head = mapped.map().head();
+  const int32_t key = tp::get(head.queue.key), id = tp::get(head.queue.id);
+  if (head.kind != TP_SOURCE_SYSV || tp::get(head.queue.is_created) == 0 || key == 0 ||
+      msgget(key, 0) != id) // somebody else's by now
+    return false;
+  tp::sysv::Queue(key, id).remove();
+  return true;
+}
+
 // A successor of the coordinator that made the segments says who it is.
 void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid, uint64_t start) {
   for (const auto set : {0, 1}) {
@@ -796,9 +880,10 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
 [[nodiscard]] py::dict dtypes() {
   PYBIND11_NUMPY_DTYPE(tp_sizes, max_num_seqs, top_logprobs, max_draft_tokens, num_decoders,
                        ring_slots, output_slots, source_slots, command_slots, num_blocks,
-                       block_size, max_eos_ids, max_request_id_bytes, max_pooling_floats, pad_);
+                       block_size, max_eos_ids, max_request_id_bytes, max_pooling_floats,
+                       raw_bytes);
   PYBIND11_NUMPY_DTYPE(tp_options, role, internal_adapter, enable_draft_logprob,
-                       num_speculative_tokens);
+                       num_speculative_tokens, source, pad_);
   PYBIND11_NUMPY_DTYPE(tp_header, magic, version, total_bytes, sizes, options, slot_bytes,
                        frame_bytes, wall_offset_ns, owner_start, owner_pid, owner_namespace,
                        boot_id, state, state_role, state_since_ns, health_port, accepting,
@@ -833,7 +918,7 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        acknowledged_before, acknowledge_from, handed_over, pad_);
   PYBIND11_NUMPY_DTYPE(tp_progress, generation, terminal, emitted, acknowledged, first_token_ns,
                        last_token_ns, num_acknowledged, chunks, last_send_idx, spec_steps, pad_,
-                       heads);
+                       idle_at, heads);
   PYBIND11_NUMPY_DTYPE(tp_block, owner, next, pad_);
   PYBIND11_NUMPY_DTYPE(tp_command, state, kind, number, choice, deadline_ns, arrival_ns, argument,
                        row, generation, max_tokens, num_emitted, prompt_tokens, num_blocks, num_eos,
@@ -846,10 +931,12 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        has_slot, flags, bytes, num_drafts, num_firsts, pad_);
   PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
                        first_token_ns, last_token_ns, spec_steps, pad_, heads);
+  PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
+                       leftovers, key, id, is_created, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
-                       owner_pid, owner_namespace, boot_id, gone, pad0_, published, pad1_, released,
-                       pad2_, reader_bell, writer_bell, writer_pid, writer_epoch, writer_start,
-                       beat_ns, busy, blocked_ns, pad3_);
+                       owner_pid, owner_namespace, boot_id, gone, kind, pad0_, published, pad1_,
+                       released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
+                       writer_start, beat_ns, busy, blocked_ns, pad3_, queue);
   return py::dict(
       "SIZES"_a = py::dtype::of<tp_sizes>(), "HEADER"_a = py::dtype::of<tp_header>(),
       "BELL"_a = py::dtype::of<tp_bell>(), "ROLE"_a = py::dtype::of<tp_role>(),
@@ -861,7 +948,7 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
       "PROGRESS"_a = py::dtype::of<tp_progress>(), "BLOCK"_a = py::dtype::of<tp_block>(),
       "COMMAND"_a = py::dtype::of<tp_command>(), "STEP"_a = py::dtype::of<tp_step>(),
       "FRAME"_a = py::dtype::of<tp_frame>(), "FINAL"_a = py::dtype::of<tp_final>(),
-      "SOURCE"_a = py::dtype::of<tp_source>());
+      "QUEUE"_a = py::dtype::of<tp_queue>(), "SOURCE"_a = py::dtype::of<tp_source>());
 }
 
 // Offsets of the parts of both segments and the sizes that follow from the configured ones.
@@ -904,9 +991,15 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Shared-memory protocol of tokenpipe: ring, output ops, decoder, client, book.";
 
   // errors.py hands its class over at import: the C++ side has no exceptions of its own for Python.
-  static py::object op_argument_error;
-  m.def("set_op_argument_error", [](py::object type) { op_argument_error = std::move(type); });
-  m.add_object("_drop_at_exit", py::capsule([] { op_argument_error.release(); }));
+  static py::object op_argument_error, queue_error;
+  m.def("set_errors", [](py::object op_argument, py::object queue) {
+    op_argument_error = std::move(op_argument);
+    queue_error = std::move(queue);
+  });
+  m.add_object("_drop_at_exit", py::capsule([] {
+                 op_argument_error.release();
+                 queue_error.release();
+               }));
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p)
@@ -918,6 +1011,9 @@ PYBIND11_MODULE(_native, m) {
       }
       const py::object error = op_argument_error(e.argument, e.what());
       PyErr_SetObject(op_argument_error.ptr(), error.ptr());
+    } catch (const tp::sysv::SysvError &e) {
+      const py::object error = queue_error(e.code, e.what());
+      PyErr_SetObject(queue_error.ptr(), error.ptr());
     }
   });
 
@@ -928,6 +1024,7 @@ PYBIND11_MODULE(_native, m) {
   m.attr("SOURCE_MAGIC") = TP_SOURCE_MAGIC;
   m.attr("CONFIG_OFFSET") = offsetof(tp_header, config);
   m.attr("CORE_PID_OFFSET") = offsetof(tp_header, owner_pid);
+  m.attr("CORE_START_OFFSET") = offsetof(tp_header, owner_start);
   m.attr("SOURCE_PID_OFFSET") = offsetof(tp_source, owner_pid);
   m.attr("HEADER_BYTES") = sizeof(tp_header);
   m.attr("MAX_DRAFT_TOKENS") = static_cast<int>(TP_MAX_DRAFT_TOKENS);
@@ -964,6 +1061,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("swept",
         [](const MappedCore &c, uint32_t k) { return tp::observe(c.core().header().swept[k]); });
   m.def("announce_role", &announce_role, "core"_a, "role"_a, "pid"_a, "start"_a);
+  m.def("role_pid",
+        [](const MappedCore &c, uint32_t index) { return tp::observe(c.core().role(index).pid); });
   m.def("set_owner", &set_owner, "core"_a, "source"_a, "pid"_a, "start"_a);
   m.def("announce_writer", &announce_writer, "source"_a, "pid"_a, "start"_a);
   m.def(
@@ -978,11 +1077,11 @@ PYBIND11_MODULE(_native, m) {
       "wall_offset_ns"_a, "config"_a);
   m.def(
       "format_source",
-      [](const py::buffer &memory, const py::dict &sizes, uint32_t pid, uint32_t pid_namespace,
-         uint64_t start, const std::string &boot_id) {
-        format_source(memory, sizes, {pid, pid_namespace, start, boot_id});
+      [](const py::buffer &memory, const py::dict &sizes, uint32_t kind, uint32_t pid,
+         uint32_t pid_namespace, uint64_t start, const std::string &boot_id) {
+        format_source(memory, sizes, kind, {pid, pid_namespace, start, boot_id});
       },
-      "memory"_a, "sizes"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a);
+      "memory"_a, "sizes"_a, "kind"_a, "pid"_a, "pid_namespace"_a, "start"_a, "boot_id"_a);
 
   py::class_<MappedCore>(m, "Core")
       .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
@@ -1005,6 +1104,41 @@ PYBIND11_MODULE(_native, m) {
       .def("get_output", &PySourceReader::get_output, "producer"_a, "timeout_s"_a)
       .def("release", &PySourceReader::release)
       .def_property_readonly("next", &PySourceReader::next);
+
+  py::class_<PySysvReader>(m, "SysvReader")
+      .def(
+          py::init<const MappedSource &, const MappedCore &, uint32_t, uint32_t, int32_t, double>(),
+          "source"_a, "core"_a, "variant"_a, "generation"_a, "key"_a, "beat_s"_a,
+          py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("get_output", &PySysvReader::get_output, "producer"_a, "timeout_s"_a)
+      .def_property_readonly("num_too_long", &PySysvReader::num_too_long)
+      .def_property_readonly("last_sender", &PySysvReader::last_sender);
+
+  py::class_<PyQueue>(m, "Queue")
+      .def(py::init<int32_t, int32_t>(), "key"_a, "id"_a = -1)
+      .def_property_readonly("id", &PyQueue::id)
+      .def_property_readonly("is_created", &PyQueue::is_created)
+      .def("facts", &PyQueue::facts)
+      .def("raise_to", &PyQueue::raise_to, "bytes"_a)
+      .def("drop", &PyQueue::drop, "room"_a)
+      .def("remove", &PyQueue::remove);
+  m.def(
+      "queue_key",
+      [](const std::string &folder, uint32_t id, uint32_t generation) {
+        return static_cast<int32_t>(
+            tp::sysv::queue_key(folder, id, static_cast<tp::sysv::Generation>(generation)));
+      },
+      "folder"_a, "id"_a, "generation"_a);
+  m.def("payload_bytes", [](uint32_t variant) {
+    return tp::sysv::payload_bytes(static_cast<tp::sysv::Variant>(variant));
+  });
+  m.def("raw_message_bytes", [](uint32_t variant) {
+    return tp::sysv::raw_message_bytes(static_cast<tp::sysv::Variant>(variant));
+  });
+  m.def("source_kind", [](const MappedSource &s) { return s.map().head().kind; });
+  m.def("writer_pid", [](const MappedSource &s) { return tp::get(s.map().head().writer_pid); });
+  m.def("set_queue", &set_queue, "source"_a, "key"_a, "id"_a, "is_created"_a, "leftovers"_a);
+  m.def("remove_queue", &remove_queue, "source"_a);
 
   py::class_<PyWriter>(m, "Writer")
       .def(py::init<const MappedSource &, double>(), "source"_a, "spin_s"_a, py::keep_alive<1, 2>())
@@ -1083,6 +1217,9 @@ PYBIND11_MODULE(_native, m) {
       .def("set_state", &PyBook::set_state, "state"_a, "role"_a, "reason"_a)
       .def("set_gauges", &PyBook::set_gauges, "live_rows"_a, "running_rows"_a, "free_blocks"_a,
            "waiting"_a, "high_water"_a)
+      .def("send_barrier", &PyBook::send_barrier)
+      .def("has_passed", &PyBook::has_passed, "barrier"_a)
+      .def("barrier_cursor", &PyBook::barrier_cursor)
       .def("set_health_port", &PyBook::set_health_port, "port"_a)
       .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
       .def("set_gone", &PyBook::set_gone);

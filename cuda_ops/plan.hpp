@@ -80,12 +80,17 @@ struct FrameColumns {
   }
 };
 
-[[nodiscard]] inline uint64_t slot_bytes(const tp_sizes &s) noexcept {
+// Where the message as received begins in a ring slot, behind the longest columns.
+[[nodiscard]] inline uint64_t raw_offset(const tp_sizes &s) noexcept {
   const uint64_t n = s.max_num_seqs;
   const StepColumns tokens(n, n * s.max_draft_tokens, s.top_logprobs + 1,
                            TP_STEP_ACCEPT | TP_STEP_POSITIONS);
   const StepColumns pooling(n, n, s.max_pooling_floats, TP_STEP_POOLING);
-  return align_up(std::max(tokens.end, pooling.end), TP_PAGE_BYTES);
+  return std::max(tokens.end, pooling.end);
+}
+
+[[nodiscard]] inline uint64_t slot_bytes(const tp_sizes &s) noexcept {
+  return align_up(raw_offset(s) + s.raw_bytes, TP_PAGE_BYTES);
 }
 
 [[nodiscard]] inline uint64_t rows_per_decoder(const tp_sizes &s) noexcept {

@@ -32,7 +32,7 @@ class InProcess:
         self.segment = Segment.create(config)
         core, source = self.segment.core, self.segment.source
         self.book = _native.Book(core, source)
-        self.resources = Resources(core, self.book, config)
+        self.resources = Resources(core, source, self.book, config)
         self.writer = tp.EngineWriter.attach(config.name)
         self.producer = _native.Producer(core, 0.0)
         self.reader = _native.SourceReader(source, core, 0.0)

@@ -40,6 +40,13 @@ OTHER: dict[str, tuple[str, Any]] = {
     "output_slots": ("8", 8),
     "source_slots": ("4", 4),
     "spin_us": ("0", 0.0),
+    "source": ("sysv", "sysv"),
+    "sysv_op": ("get_output_topk", "get_output_topk"),
+    "sysv_generation": ("g1", "g1"),
+    "sysv_queue_id": ("8000", 8000),
+    "sysv_folder": ("/opt", "/opt"),
+    "sysv_leftovers": ("keep", "keep"),
+    "quarantine_s": ("2.5", 2.5),
     "heartbeat_interval_s": ("0.05", 0.05),
     "stall_timeout_s": ("1.5", 1.5),
     "start_timeout_s": ("7", 7.0),
@@ -124,6 +131,15 @@ BAD: list[tuple[str, Any, tuple[str, ...]]] = [
     ("restart_window_s", float("nan"), ("0",)),
     ("restart_backoff_s", 61.0, ("0", "60")),
     ("draft_wait_s", -0.1, ("0",)),
+    ("source", "carrier pigeon", ("shm", "sysv")),
+    ("sysv_op", "get_input", ("get_output", "speculate_get_output_topk")),
+    ("sysv_op", "get_output_topk", ("--source sysv",)),
+    ("sysv_generation", "g5", ("g1", "g4")),
+    ("sysv_queue_id", 2**20, ("0", str(2**20 - 1))),
+    ("sysv_folder", "/opt", ("--source sysv",)),
+    ("sysv_leftovers", "lose", ("drain", "keep")),
+    ("quarantine_s", -1.0, ("0",)),
+    ("quarantine_s", 3.0, ("--source sysv",)),
     ("role", "both", ("mixed", "prefill", "decode")),
     ("speculative_method", "magic", ("none", "mtp", "ngram")),
     ("num_speculative_tokens", -1, ("0", str(MOST_DRAFTS - 1))),
@@ -208,6 +224,8 @@ def needed_for(name: str) -> dict[str, Any]:
     """Other fields that must change with this one."""
     if name in ("speculative_method", "num_speculative_tokens", "enable_draft_logprob"):
         return {other: value for other, value in SPECULATIVE.items() if other != name}
+    if name.startswith("sysv_") or name == "quarantine_s":
+        return {"source": "sysv"}
     return {"heartbeat_interval_s": 0.1} if name == "stall_timeout_s" else {}
 
 
@@ -312,7 +330,7 @@ def test_help_groups_the_flags_and_names_default_and_variable() -> None:
     for name, field in FIELDS.items():
         assert f"tokenpipe: {field.metadata['group']}" in text
         assert flag(name) in text
-        shown = "random" if name == "name" else field.default
+        shown = field.metadata.get("shown", field.default)
         about = f"{field.metadata['help']} (default {shown}; TOKENPIPE_{name.upper()})"
         # argparse breaks lines at hyphens too
         assert about.replace(" ", "") in text.replace(" ", ""), name
@@ -450,11 +468,13 @@ def test_another_configuration_has_another_digest() -> None:
     one = PipelineConfig(**same)
     assert one.digest() == PipelineConfig(**same).digest()
     for name, (_, value) in OTHER.items():
-        other = PipelineConfig(**{**same, name: value})
+        other = PipelineConfig(**{**same, **needed_for(name), name: value})
         assert other.digest() != one.digest(), name
         follows = {"ring_slots"} if name == "ring_bytes" else set()
+        if other.source == "sysv":
+            follows = {"source", "sysv_queue_id", "sysv_folder"}
         assert set(one.differences(other, ())) == {name} | follows
-        assert one.differences(other, (name, "ring_slots")) == []
+        assert one.differences(other, (name, *follows)) == []
 
 
 @pytest.mark.parametrize(("drafts", "depth"), [(0, 4), (4, 4), (1, 1)])
@@ -469,12 +489,13 @@ def test_drafts_and_the_bonus_token_fit_one_step(drafts: int, depth: int) -> Non
 def test_the_options_are_the_decoders_part_of_the_configuration() -> None:
     names = _native.dtypes()["HEADER"]["options"].names
     config = PipelineConfig(role="decode", internal_adapter=True, **SPECULATIVE)
-    assert set(config.options()) == set(names or ())
+    assert set(config.options()) == set(names or ()) - {"pad_"}
     assert config.options() == {
         "role": 2,
         "internal_adapter": 1,
         "enable_draft_logprob": 0,
         "num_speculative_tokens": 1,
+        "source": 0,
     }
 
 

@@ -16,7 +16,7 @@ def test_every_flag_stands_in_the_table_with_its_default_and_help() -> None:
     expected = [
         (
             "--" + f.name.replace("_", "-"),
-            str(f.default) if f.default != "" else "random",
+            str(f.metadata.get("shown", f.default)),
             f.metadata["help"],
         )
         for f in dataclasses.fields(tp.PipelineConfig)

@@ -140,7 +140,7 @@ class Driven(InProcess):
         """A new coordinator takes over: all that it knows is in the segment."""
         core = self.segment.core
         self.book = MortalBook(_native.Book(core, self.segment.source))
-        self.resources = Resources(core, self.book, self.config)
+        self.resources = Resources(core, self.segment.source, self.book, self.config)
 
     def restart_decoder(self, k: int) -> None:
         """A new decoder goes on where the former one has committed."""

@@ -16,9 +16,10 @@ _HOME = {
     "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError "
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
-    "RequestAbortedError RequestError RoleLostError RowBusyError SegmentError "
-    "SegmentExistsError SegmentMissingError SegmentSpaceError StreamTakenError SyncTimeoutError "
-    "TimeLimitError TokenpipeError UnknownRequestError",
+    "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "
+    "RowBusyError SegmentError SegmentExistsError SegmentMissingError SegmentSpaceError "
+    "StreamTakenError SyncTimeoutError "
+    "TimeLimitError TokenpipeError UnknownRequestError WrongSourceError",
     "layout": "PipelineState",
     "events": "RequestEvent",
     "outputs": "OutputBatch",

@@ -20,6 +20,9 @@ from tokenpipe.errors import PartyExistsError as PartyExistsError
 from tokenpipe.errors import PipelineGoneError as PipelineGoneError
 from tokenpipe.errors import PipelineStartError as PipelineStartError
 from tokenpipe.errors import PortInUseError as PortInUseError
+from tokenpipe.errors import QueueError as QueueError
+from tokenpipe.errors import QueueLimitError as QueueLimitError
+from tokenpipe.errors import QueueTakenError as QueueTakenError
 from tokenpipe.errors import RequestAbortedError as RequestAbortedError
 from tokenpipe.errors import RequestError as RequestError
 from tokenpipe.errors import RoleLostError as RoleLostError
@@ -33,6 +36,7 @@ from tokenpipe.errors import SyncTimeoutError as SyncTimeoutError
 from tokenpipe.errors import TimeLimitError as TimeLimitError
 from tokenpipe.errors import TokenpipeError as TokenpipeError
 from tokenpipe.errors import UnknownRequestError as UnknownRequestError
+from tokenpipe.errors import WrongSourceError as WrongSourceError
 from tokenpipe.events import RequestEvent as RequestEvent
 from tokenpipe.layout import PipelineState as PipelineState
 from tokenpipe.outputs import OutputBatch as OutputBatch

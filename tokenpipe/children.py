@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from tokenpipe.segment import start_time
+
 _log = logging.getLogger("tokenpipe.children")
 
 
@@ -51,6 +53,34 @@ class Child:
         if readable and self.process is not None:
             self.process.wait()
         return bool(readable)
+
+
+class Peer:
+    """A process that is not ours. Whether it lives is asked of a pidfd, so that neither a zombie
+    nor another process of the same pid passes for it."""
+
+    def __init__(self, pid: int, start: int) -> None:
+        self.pid, self.start = pid, start
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        if start_time(pid) != start:
+            self.close()
+
+    def is_alive(self) -> bool:
+        """Whether the process that began at `start` runs."""
+        if self._pidfd < 0:
+            return False
+        readable, _, _ = select.select([self._pidfd], [], [], 0)
+        return not readable
+
+    def close(self) -> None:
+        """Forgets it."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
 
 @dataclass(frozen=True)

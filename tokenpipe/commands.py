@@ -19,6 +19,7 @@ class CommandKind(IntEnum):
     GROW = 6
     PREFILL_DONE = 7
     CLEAR = 8
+    SYNC = 9
 
 
 class ReplyStatus(IntEnum):

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ENVIRONMENT = "TOKENPIPE_"
+SYSV_OPS = {
+    "get_output": 0,
+    "get_output_ep": 0,
+    "get_output_topk": 1,
+    "speculate_get_output": 2,
+    "speculate_get_output_topk": 3,
+}
+"""Ops that read FastDeploy's queue, and the variant of the message that each reads."""
+_SYSV_COLUMNS, _SYSV_DRAFT_TOKENS = 21, 6
+_SYSV_ROWS = {0: 512, 1: 512, 2: 256, 3: 512}
 _MAX_TEXT_BYTES = 255
 """Of a host or a prefix: with all else it fits the segment's header."""
 
@@ -38,7 +48,9 @@ class PipelineConfig:
     """Settings of one pipeline. Raises ConfigError (field, value, why) for values that cannot
     work."""
 
-    name: str = _setting("", "pipeline", "name of the pipeline; empty: a random one")
+    name: str = _setting(
+        "", "pipeline", "name of the pipeline; empty: a random one", shown="random"
+    )
     num_decoders: int = _setting(
         0, "pipeline", "decoder processes; 0: from the usable cores (1 below 4 cores, else 2)"
     )
@@ -69,6 +81,46 @@ class PipelineConfig:
     source_slots: int = _setting(16, "rings", "steps of the engine's own ring, a power of two")
     spin_us: float = _setting(
         1.0, "rings", "microseconds of busy waiting before a process yields and sleeps"
+    )
+
+    source: str = _setting(
+        "shm",
+        "source",
+        "where steps come from: shm (the engine's writer) or sysv (FastDeploy's System V queue)",
+        choices=("shm", "sysv"),
+    )
+    sysv_op: str = _setting(
+        "get_output",
+        "source",
+        "the op that reads what FastDeploy's worker saves",
+        choices=tuple(SYSV_OPS),
+    )
+    sysv_generation: str = _setting(
+        "g3",
+        "source",
+        "of FastDeploy's ops: g1, g2 (keys by ftok), g3 (by custom_ftok), g4 (packed headers)",
+        choices=("g1", "g2", "g3", "g4"),
+    )
+    sysv_queue_id: int = _setting(
+        0, "source", "the engine worker queue's port; 0: INFERENCE_MSG_QUEUE_ID, or 1"
+    )
+    sysv_folder: str = _setting(
+        "",
+        "source",
+        "folder of the key; empty: /dev/shm, of speculate_get_output the working folder",
+        shown="by the op",
+    )
+    sysv_leftovers: str = _setting(
+        "drain",
+        "source",
+        "messages of an earlier run: drain (and count) or keep them",
+        choices=("drain", "keep"),
+    )
+    quarantine_s: float = _setting(
+        10.0,
+        "source",
+        "a row that the engine did not let go of is given out again after so long, or once it is "
+        "shown empty",
     )
 
     heartbeat_interval_s: float = _setting(0.1, "supervision", "longest time between heartbeats")
@@ -149,6 +201,8 @@ class PipelineConfig:
             object.__setattr__(self, "name", f"tp-{secrets.token_hex(8)}")
         if not self.num_decoders:
             object.__setattr__(self, "num_decoders", min(default_decoders(), self.max_num_seqs))
+        if self.source == "sysv":
+            self._find_queue()
         self._check()
         if self.ring_bytes:
             object.__setattr__(self, "ring_slots", self._slots_that_fit())
@@ -185,6 +239,8 @@ class PipelineConfig:
             "orphan_grace_s": (0, 1e6),
             "abort_timeout_s": (0, 1e6),
             "prefill_timeout_s": (0, 1e6),
+            "sysv_queue_id": (0, 2**20 - 1),
+            "quarantine_s": (0, 1e6),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
@@ -209,7 +265,8 @@ class PipelineConfig:
                 f"must be 0 or at least 4 x heartbeat_interval_s = {shortest:g}",
             )
         self._check_speculation()
-        for name in ("health_host", "metrics_prefix"):
+        self._check_source()
+        for name in ("health_host", "metrics_prefix", "sysv_folder"):
             text, most = getattr(self, name), _MAX_TEXT_BYTES
             if len(text.encode()) > most:
                 raise ConfigError(name, text, f"must have at most {most} bytes")
@@ -226,6 +283,51 @@ class PipelineConfig:
         elif not 1 <= n <= most:
             why = f"must be 1 to max_draft_tokens - 1 = {most}: a step holds the bonus token too"
             raise ConfigError("num_speculative_tokens", n, why)
+
+    @property
+    def sysv_variant(self) -> int:
+        """Layout of the messages of `sysv_op` (tp::sysv::Variant)."""
+        return SYSV_OPS[self.sysv_op]
+
+    def _find_queue(self) -> None:
+        """Fills in what FastDeploy's ops take from their surroundings."""
+        if not self.sysv_queue_id:
+            text = os.environ.get("INFERENCE_MSG_QUEUE_ID", "1")
+            if not text.isdecimal():
+                why = f"INFERENCE_MSG_QUEUE_ID is {text!r}, must be a whole number"
+                raise ConfigError("sysv_queue_id", text, why)
+            object.__setattr__(self, "sysv_queue_id", int(text))
+        if not self.sysv_folder:
+            is_here = self.sysv_op == "speculate_get_output"
+            object.__setattr__(self, "sysv_folder", os.getcwd() if is_here else "/dev/shm")
+
+    def _check_source(self) -> None:
+        if self.source != "sysv":
+            for f in dataclasses.fields(self):
+                is_of_queues = f.name.startswith("sysv_") or f.name == "quarantine_s"
+                if is_of_queues and getattr(self, f.name) != f.default:
+                    raise ConfigError(f.name, getattr(self, f.name), "needs --source sysv")
+            return
+        op, rows = self.sysv_op, _SYSV_ROWS[self.sysv_variant]
+        if not self.sysv_folder.startswith("/"):
+            raise ConfigError("sysv_folder", self.sysv_folder, "must be an absolute path")
+        if self.max_num_seqs > rows:
+            raise ConfigError(
+                "max_num_seqs", self.max_num_seqs, f"a message of {op} has at most {rows} rows"
+            )
+        if self.max_pooling_floats:
+            raise ConfigError(
+                "max_pooling_floats", self.max_pooling_floats, "this queue carries no vectors"
+            )
+        if op.endswith("_topk") and self.top_logprobs >= _SYSV_COLUMNS:
+            why = f"a message of {op} has {_SYSV_COLUMNS - 1} candidates a token; zmq carries more"
+            raise ConfigError("top_logprobs", self.top_logprobs, why)
+        if op.startswith("speculate") and not 2 <= self.max_draft_tokens <= _SYSV_DRAFT_TOKENS:
+            why = f"{op} needs 2 to {_SYSV_DRAFT_TOKENS}: drafts per step + 1"
+            raise ConfigError("max_draft_tokens", self.max_draft_tokens, why)
+        if self.enable_draft_logprob and op != "speculate_get_output_topk":
+            why = "only messages of speculate_get_output_topk carry them"
+            raise ConfigError("enable_draft_logprob", True, why)
 
     def _slots_that_fit(self) -> int:
         slot_bytes = self.plan()["slot_bytes"]
@@ -246,7 +348,17 @@ class PipelineConfig:
             "source_slots command_slots num_blocks block_size max_eos_ids max_request_id_bytes "
             "max_pooling_floats"
         )
-        return {name: getattr(self, name) for name in names.split()}
+        sizes = {name: getattr(self, name) for name in names.split()}
+        sizes["raw_bytes"] = 0
+        if self.source == "sysv":  # nobody writes into the source's own ring
+            sizes["source_slots"] = 2
+            sizes["raw_bytes"] = int(_native.raw_message_bytes(self.sysv_variant))
+        return sizes
+
+    @property
+    def source_kind(self) -> int:
+        """TP_SOURCE_*."""
+        return ("shm", "sysv").index(self.source)
 
     def options(self) -> dict[str, int]:
         """Returns what a decoder must know beside the sizes."""
@@ -255,6 +367,7 @@ class PipelineConfig:
             "internal_adapter": int(self.internal_adapter),
             "enable_draft_logprob": int(self.enable_draft_logprob),
             "num_speculative_tokens": self.num_speculative_tokens,
+            "source": self.source_kind,
         }
 
     def plan(self) -> dict[str, int]:
@@ -292,7 +405,7 @@ class PipelineConfig:
             name = f.metadata["group"]
             if name not in groups:
                 groups[name] = parser.add_argument_group(f"tokenpipe: {name}")
-            default = f.default if f.default != "" else "random"
+            default = f.metadata.get("shown", f.default)
             groups[name].add_argument(
                 "--" + f.name.replace("_", "-"),
                 dest=f.name,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenpipe import _native
-from tokenpipe.children import Children, Watch
+from tokenpipe.children import Children, Peer, Watch
 from tokenpipe.commands import FinishReason
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import ChildError
@@ -22,6 +22,7 @@ from tokenpipe.layout import PipelineState
 from tokenpipe.resources import Resources
 from tokenpipe.roles import Roles
 from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
+from tokenpipe.sources import prepared_source
 from tokenpipe.status import View, judge, role_names
 from tokenpipe.stop import Stop, stop_on_signals
 
@@ -45,11 +46,12 @@ def run(
     Takes over the pipeline of a coordinator that died, if there is one of this name. `owner_fd`:
     the reading end of a pipe whose end-of-file means that the owner is gone. Raises
     SegmentExistsError, AdoptionError, SegmentSpaceError, PortInUseError, ChildBootError,
-    RoleLostError.
+    RoleLostError; of a queue QueueError, QueueLimitError, QueueTakenError.
     """
     with (
         stop_on_signals() as stop,
         Segment.create_or_adopt(config) as segment,
+        prepared_source(segment),
         HealthServer(segment) as health,
         Children(config.name, config.log_level) as children,
     ):
@@ -76,8 +78,10 @@ class Coordinator:
         self._config = segment.config
         self._book = _native.Book(segment.core, segment.source)
         self._view = View(segment)
-        self._resources = Resources(segment.core, self._book, self._config)
+        self._resources = Resources(segment.core, segment.source, self._book, self._config)
         self._watch: Watch | None = None
+        self._sender: Peer | None = None
+        self._barrier = 0
         self._roles = Roles(children, self._book, self._view, self._config)
         self._is_degraded = False
         self._stalled: str | None = None
@@ -145,14 +149,30 @@ class Coordinator:
     def _look_at_writer(self) -> None:
         """An engine that died: what it had published is delivered, then its requests end."""
         pid = int(self._view.source["writer_pid"])
-        if not pid or self._segment.is_locked(LOCK_WRITER):
+        if not pid or self._writer_lives(pid):
             return
+        if self._config.source == "sysv":  # what it had sent is before a barrier sent from now on
+            self._barrier = self._barrier or self._book.send_barrier()
+            if not self._barrier or not self._book.has_passed(self._barrier):
+                return
+            self._barrier = 0
         published = int(self._view.source["published"])
         if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
             _log.error("the engine's writer (pid %d) has died: its requests end", pid)
             # Ended first: who takes over from a coordinator killed here must see the dead writer.
             self._resources.end_running(FinishReason.ERROR)
             _native.announce_writer(self._segment.source, 0, 0)
+
+    def _writer_lives(self, pid: int) -> bool:
+        if self._config.source == "shm" or self._segment.is_locked(LOCK_WRITER):
+            return self._segment.is_locked(LOCK_WRITER)
+        # A sender holds no lock of ours; the reader has noted who it is.
+        start = int(self._view.source["writer_start"])
+        if self._sender is None or (self._sender.pid, self._sender.start) != (pid, start):
+            if self._sender is not None:
+                self._sender.close()
+            self._sender = Peer(pid, start)
+        return self._sender.is_alive()
 
     def _judge(self) -> None:
         missing = self._roles.missing()
@@ -246,5 +266,7 @@ class Coordinator:
         self._resources.end_all(FinishReason.SHUTDOWN)
         if self._watch is not None:
             self._watch.close()
+        if self._sender is not None:
+            self._sender.close()
         self._children.stop()
         self._book.set_gone()

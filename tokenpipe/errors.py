@@ -324,7 +324,53 @@ class OpArgumentError(TokenpipeError, ValueError):
         self.argument = argument
 
 
-_native.set_op_argument_error(OpArgumentError)
+class QueueError(TokenpipeError, OSError):
+    """The kernel refused something about a System V queue; `errno` says why."""
+
+    def __init__(self, errno: int, text: str) -> None:
+        super().__init__(text)
+        self.errno, self.text = errno, text
+
+
+class QueueLimitError(TokenpipeError):
+    """The kernel's limits are too small for the messages of an op: the sender would lose each."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+    def __init__(self, op: str, needed: int, limits: dict[str, int], found: dict[str, int]) -> None:
+        wanted = ", ".join(f"{name}={value}" for name, value in limits.items())
+        now = ", ".join(f"{name}={value}" for name, value in found.items())
+        super().__init__(
+            f"a message of {op} has {needed} bytes, which do not fit the kernel's limits ({now}): "
+            f"every token would be lost. Set {wanted} (sysctl -w), or let the worker use "
+            "FD_USE_GET_SAVE_OUTPUT_V1=1 and --source zmq"
+        )
+        self.op, self.needed, self.limits, self.found = op, needed, limits, found
+
+
+class QueueTakenError(TokenpipeError):
+    """Another live pipeline reads the same System V queue: each would get half of the tokens."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, key: int, queue_id: int, other: str, other_queue_id: int) -> None:
+        super().__init__(
+            f"queue id {queue_id} gives the System V key {key & 0xFFFFFFFF:#010x}, which pipeline "
+            f"{other!r} already reads for queue id {other_queue_id}: choose another port"
+        )
+        self.key, self.queue_id = key, queue_id
+        self.other, self.other_queue_id = other, other_queue_id
+
+
+class WrongSourceError(TokenpipeError):
+    """A pipeline's steps come another way than the caller wants to save them."""
+
+    def __init__(self, name: str, source: str, how: str) -> None:
+        super().__init__(f"pipeline {name!r} has --source {source}: {how}")
+        self.name, self.source, self.how = name, source, how
+
+
+_native.set_errors(OpArgumentError, QueueError)
 
 
 def to_json(error: TokenpipeError) -> str:

@@ -455,7 +455,7 @@ class Pipeline:
         """
         self._raise_if_closed()
         deadline = time.monotonic() + timeout_s
-        target = _native.published(self._segment.source)
+        target = self._sync_target(timeout_s)
         decoders = range(self.config.num_decoders)
         while True:
             committed = [self._client.committed(k) for k in decoders]
@@ -471,6 +471,20 @@ class Pipeline:
             if time.monotonic() >= deadline:
                 raise SyncTimeoutError(*self._stage(target, behind, unswept, timeout_s))
             time.sleep(_POLL_S)
+
+    def _sync_target(self, timeout_s: float) -> int:
+        """The source sequence that everything saved by now is below."""
+        if self.config.source == "shm":
+            return _native.published(self._segment.source)
+        reply = self._channel.call(CommandKind.SYNC, timeout_s)  # a queue must be asked
+        if reply.status is ReplyStatus.OK:
+            return reply.value
+        decoders = list(range(self.config.num_decoders))
+        received = _native.published(self._segment.source)
+        behind = [k for k in decoders if self._client.committed(k)[3] < received]
+        if behind:
+            raise SyncTimeoutError(*self._stage(received, behind, [], timeout_s))
+        raise SyncTimeoutError("reader", timeout_s, "it has not reached the end of the queue")
 
     def _stage(
         self, target: int, behind: list[int], unswept: list[int], timeout_s: float

@@ -8,7 +8,7 @@ from tokenpipe import _native
 from tokenpipe.errors import PartyExistsError
 from tokenpipe.lifeline import Lifeline
 from tokenpipe.segment import LOCK_READER, Segment, start_time
-from tokenpipe.sources.shm import ShmSource
+from tokenpipe.sources import open_source
 from tokenpipe.stop import stop_on_signals
 
 ROLE_INDEX = 1
@@ -23,7 +23,7 @@ def run(name: str) -> None:
         config, lifeline = segment.config, Lifeline(segment)
         beat_s, spin_s = config.heartbeat_interval_s, config.spin_us / 1e6
         producer = _native.Producer(segment.core, spin_s)
-        source = ShmSource(segment, spin_s)
+        source = open_source(segment)
         _native.announce_role(segment.core, ROLE_INDEX, os.getpid(), start_time(os.getpid()) or 0)
         while not stop.requested and not lifeline.is_cut():
             producer.beat()

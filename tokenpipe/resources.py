@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,10 @@ class Live:
     """Its end was asked for here: a mark stands."""
     is_handed_over: bool = False
     """prefill_done() was called."""
+    idle_at: int = 0
+    """Source sequence + 1 of the last step that showed the ended row empty."""
+    quarantined_from: int | None = None
+    """Its deadline has passed; a step from here on that shows it empty frees it."""
 
 
 @dataclass
@@ -69,6 +74,9 @@ class Waiting:
     command: dict[str, Any]
     row: int = ANY_ROW
     generation: int = 0
+    blocks: list[int] = field(default_factory=list)
+    barrier: int | None = None
+    """Of a submit that has its row and blocks: which barrier its queue must have passed."""
 
     @property
     def is_overdue(self) -> bool:
@@ -91,8 +99,14 @@ class Totals:
 class Resources:
     """Rows, generations and the block pool, with the commands that wait for them."""
 
-    def __init__(self, core: _native.Core, book: _native.Book, config: PipelineConfig) -> None:
-        self._core, self._book = core, book
+    def __init__(
+        self,
+        core: _native.Core,
+        source: _native.Source,
+        book: _native.Book,
+        config: PipelineConfig,
+    ) -> None:
+        self._core, self._source, self._book = core, source, book
         self._config = config
         self._live: dict[int, Live] = {}
         self._row_of: dict[bytes, int] = {}
@@ -103,12 +117,15 @@ class Resources:
         self._growths: dict[int, Waiting] = {}
         self._resumes: dict[int, Waiting] = {}
         self._drains: dict[int, float] = {}
+        self._syncs: dict[int, Waiting] = {}
         self._seen_turn = [-1] * config.num_decoders
         self._timed: set[int] = set()
         self._warned = 0.0
         self.high_water = 0
         self.totals = Totals()
         self.is_accepting = True
+        # A queue tells neither lives of a row apart nor where a step is: barriers do.
+        self._is_queue = config.source == "sysv"
         self._do = {
             CommandKind.SUBMIT: self._submit,
             CommandKind.ABORT: self._abort,
@@ -118,7 +135,11 @@ class Resources:
             CommandKind.PREFILL_DONE: self._prefill_done,
             CommandKind.CLEAR: self._clear,
             CommandKind.DRAIN: self._drain,
+            CommandKind.SYNC: self._sync,
         }
+        self._waiting: tuple[Mapping[int, object], ...] = (
+            *(self._submits, self._growths, self._resumes, self._drains, self._syncs),
+        )
         self._rebuild()
 
     @property
@@ -189,7 +210,7 @@ class Resources:
             self._reply_with_blocks(slot, row, generation, self._book.blocks_of(row))
             return
         self._free_rows.remove(row)
-        self._give(slot, command, row, generation)
+        self._give(slot, command, row, generation, self._take_blocks(command["num_blocks"]))
 
     def _finish_growth(self, slot: int, command: dict[str, Any]) -> None:
         """A growth logs how many blocks there were, plus one, in the generation's place."""
@@ -205,9 +226,7 @@ class Resources:
     def serve(self) -> None:
         """Does every posted command that can be done; the others wait, each for itself."""
         for slot in self._book.posted():
-            if slot in self._submits or slot in self._growths or slot in self._resumes:
-                continue
-            if slot in self._drains:
+            if any(slot in waiting for waiting in self._waiting):
                 continue
             command = self._book.command(slot)
             do = self._do.get(command["kind"])
@@ -218,6 +237,7 @@ class Resources:
         self._resume_waiting()
         self._grow_waiting()
         self._admit_waiting()
+        self._sync_waiting()
 
     def _submit(self, slot: int, command: dict[str, Any]) -> None:
         if not self.is_accepting:
@@ -247,12 +267,14 @@ class Resources:
         is_blocked = bool(self._growths)  # a running request goes before a new one
         for slot, waiting in list(self._submits.items()):
             command = waiting.command
+            if waiting.barrier is not None:
+                self._admit_behind_barrier(slot, waiting)
+                continue
             row = self._row_for(command, is_blocked)
             if row is not None:
-                del self._submits[slot]
-                generation = self._generation[row] + 1
-                self._book.log_choice(slot, row, generation)
-                self._give(slot, command, row, generation)
+                waiting.row, waiting.blocks = row, self._take_blocks(command["num_blocks"])
+                waiting.barrier = 0
+                self._admit_behind_barrier(slot, waiting)
             elif waiting.is_overdue:
                 del self._submits[slot]
                 self.totals.timed_out += 1
@@ -261,20 +283,40 @@ class Resources:
             elif command["row"] == ANY_ROW:
                 is_blocked = True
 
+    def _admit_behind_barrier(self, slot: int, waiting: Waiting) -> None:
+        """Gives a submit the row that is kept for it. On a queue what is saved before its barrier
+        is not the newcomer's; nobody else gets the row while the barrier is on its way."""
+        if self._is_queue:
+            waiting.barrier = waiting.barrier or self._book.send_barrier()
+            if not waiting.barrier or not self._book.has_passed(waiting.barrier):
+                return
+        del self._submits[slot]
+        generation = self._generation[waiting.row] + 1
+        self._book.log_choice(slot, waiting.row, generation)
+        self._give(slot, waiting.command, waiting.row, generation, waiting.blocks)
+
+    def _drop_submit(self, slot: int) -> None:
+        """Forgets a submit that waits; what was kept for it is free again."""
+        waiting = self._submits.pop(slot)
+        if waiting.barrier is not None:
+            self._free_rows.appendleft(waiting.row)
+            self._free_blocks.extend(waiting.blocks)
+
     def _row_for(self, command: dict[str, Any], is_blocked: bool) -> int | None:
         count = command["num_blocks"]
         if count > len(self._free_blocks) or (count and self._growths):
             return None
         wanted: int = command["row"]
         if wanted != ANY_ROW:
-            if wanted in self._live:
+            if wanted not in self._free_rows:
                 return None
             self._free_rows.remove(wanted)
             return wanted
         return self._free_rows.popleft() if self._free_rows and not is_blocked else None
 
-    def _give(self, slot: int, command: dict[str, Any], row: int, generation: int) -> None:
-        blocks = self._take_blocks(command["num_blocks"])
+    def _give(
+        self, slot: int, command: dict[str, Any], row: int, generation: int, blocks: list[int]
+    ) -> None:
         self._book.admit(slot, row, generation, blocks)
         self._generation[row] = generation
         self._live[row] = Live(generation, command["id"], blocks, command["flags"])
@@ -303,7 +345,7 @@ class Resources:
     def _abort(self, slot: int, command: dict[str, Any]) -> None:
         for waiting_slot, waiting in list(self._submits.items()):
             if waiting.command["id"] == command["id"]:
-                del self._submits[waiting_slot]
+                self._drop_submit(waiting_slot)
                 self._book.reply(waiting_slot, ReplyStatus.ABORTED)
                 self._book.reply(slot, ReplyStatus.OK)
                 return
@@ -326,7 +368,10 @@ class Resources:
 
     def end_all(self, reason: FinishReason) -> None:
         """Ends every running request and refuses every command that waits."""
-        for waiting in (self._submits, self._growths, self._resumes):
+        for slot in list(self._submits):
+            self._drop_submit(slot)
+            self._refuse(slot, ReplyStatus.DRAINING)
+        for waiting in (self._growths, self._resumes):
             for slot in list(waiting):
                 del waiting[slot]
                 self._refuse(slot, ReplyStatus.DRAINING)
@@ -340,7 +385,7 @@ class Resources:
 
     def _clear(self, slot: int, _command: dict[str, Any]) -> None:
         for waiting_slot in list(self._submits):
-            del self._submits[waiting_slot]
+            self._drop_submit(waiting_slot)
             self._refuse(waiting_slot, ReplyStatus.ABORTED)
         self.end_running(FinishReason.ERROR)
         self._book.reply(slot, ReplyStatus.OK)
@@ -435,6 +480,25 @@ class Resources:
         self._drains.clear()
         return limits
 
+    def _sync(self, slot: int, command: dict[str, Any]) -> None:
+        self._syncs[slot] = Waiting(command, barrier=0)
+
+    def _sync_waiting(self) -> None:
+        """Answers with the source sequence that what was saved before the call is below."""
+        for slot, waiting in list(self._syncs.items()):
+            if not self._is_queue:
+                cursor = _native.published(self._source)
+            else:
+                waiting.barrier = waiting.barrier or self._book.send_barrier()
+                if not waiting.barrier or not self._book.has_passed(waiting.barrier):
+                    if waiting.is_overdue:
+                        del self._syncs[slot]
+                        self._book.reply(slot, ReplyStatus.NOT_ACKNOWLEDGED)
+                    continue
+                cursor = self._book.barrier_cursor()
+            del self._syncs[slot]
+            self._book.reply(slot, ReplyStatus.OK, value=cursor)
+
     # -------------------------------------------------------------- what comes back
 
     def sweep(self) -> None:
@@ -443,10 +507,10 @@ class Resources:
             if self._book.turn(k) == self._seen_turn[k]:
                 continue
             turn, endings = self._book.endings(k)
-            for row, generation, terminal, _acknowledged, count, _emitted in endings:
+            for row, generation, terminal, _acknowledged, count, idle_at in endings:
                 live = self._live.get(row)
                 if live is not None and live.generation == generation:
-                    live.acknowledged = count
+                    live.acknowledged, live.idle_at = count, idle_at
                     self._look_at(row, live, FinishReason(terminal))
             self._seen_turn[k] = turn
             self._book.set_swept(k, turn)
@@ -489,7 +553,10 @@ class Resources:
 
     def _is_done(self, live: Live, has_let_go: bool) -> bool:
         if live.terminal in _NEEDS_ACKNOWLEDGEMENT:
-            return has_let_go or live.phase is Phase.PREEMPTED
+            was_seen_empty = (
+                live.quarantined_from is not None and live.idle_at > live.quarantined_from
+            )
+            return has_let_go or was_seen_empty or live.phase is Phase.PREEMPTED
         if live.terminal is FinishReason.STOP and self._is_prefill(live):
             return live.is_handed_over
         return True
@@ -508,12 +575,20 @@ class Resources:
         overdue = [r for r in self._timed if now >= (self._live[r].deadline or now)]
         for row in overdue:
             live = self._live[row]
+            if live.quarantined_from is not None:  # and nothing has shown it empty
+                self._release(row, live.generation)
+                continue
             self.totals.reclaimed_by_timeout += 1
             self._warn(live)
             if live.terminal is FinishReason.NONE:
                 # Preempted, and the engine does not say that it has let go: it may be lost.
                 self._untime(row, live)
                 self.end(row, FinishReason.ERROR)
+            elif self._is_queue and live.terminal in _NEEDS_ACKNOWLEDGEMENT:
+                # The engine may still run it, and nothing on this wire would tell its tokens from
+                # a newcomer's.
+                live.quarantined_from = _native.published(self._source)
+                self._time(row, live, self._config.quarantine_s)
             else:
                 self._release(row, live.generation)
 

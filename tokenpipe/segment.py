@@ -281,7 +281,7 @@ class Segment:
                 (source_name(config.name), plan["source_bytes"]),
             ):
                 made.append(Mapping.create(file_name, size))
-            _native.format_source(made[1].memory, config.sizes(), *who)
+            _native.format_source(made[1].memory, config.sizes(), config.source_kind, *who)
             _native.format_core(
                 made[0].memory,
                 config.sizes(),
@@ -445,14 +445,15 @@ def _owner_pid(file_name: str) -> int:
     except (FileNotFoundError, SegmentError):
         return 0
     try:
-        return int(struct.unpack_from("<I", mapping.memory, _owner_pid_offset(file_name))[0])
+        return _pid_in(mapping)
     finally:
         mapping.close()
 
 
-def _owner_pid_offset(file_name: str) -> int:
-    is_core = file_name.endswith(".core")
-    return int(_native.CORE_PID_OFFSET if is_core else _native.SOURCE_PID_OFFSET)
+def _pid_in(mapping: Mapping) -> int:
+    is_core = mapping.file_name.endswith(".core")
+    offset = int(_native.CORE_PID_OFFSET if is_core else _native.SOURCE_PID_OFFSET)
+    return int(struct.unpack_from("<I", mapping.memory, offset)[0])
 
 
 @dataclass(frozen=True)
@@ -522,6 +523,41 @@ def sweep(name: str | None = None, report: Callable[[Leftover], None] | None = N
     return removed
 
 
+def live_configs() -> Iterator[tuple[PipelineConfig, int, int]]:
+    """Yields (configuration, coordinator's start time, its pid) of every pipeline that somebody
+    holds, as far as it can be read."""
+    for found in leftovers():
+        if found.is_dead or not found.file_name.endswith(".core"):
+            continue
+        try:
+            mapping = Mapping.open(found.file_name)
+        except (FileNotFoundError, SegmentError):
+            continue
+        try:
+            if mapping.word(8) == _native.LAYOUT_VERSION:
+                config = _config_of(found.file_name, mapping)
+                start = mapping.word(int(_native.CORE_START_OFFSET))
+                yield config, start, _pid_in(mapping)
+        except (LayoutMismatchError, struct.error):
+            continue
+        finally:
+            mapping.close()
+
+
+def _remove_queue_of(file_name: str) -> None:
+    """Removes the System V queue that a dead pipeline had made."""
+    try:
+        mapping = Mapping.open(file_name)
+    except (FileNotFoundError, SegmentError):
+        return
+    try:
+        _native.remove_queue(_native.Source(mapping.memory))
+    except ValueError:  # of another layout: it says nothing of a queue that we could trust
+        return
+    finally:
+        mapping.close()
+
+
 def _remove(file_name: str) -> bool:
     """Removes a dead file, unless another sweep was first and the name is a new run's."""
     path = os.path.join(FOLDER, file_name)
@@ -533,7 +569,11 @@ def _remove(file_name: str) -> bool:
         fcntl.fcntl(fd, _F_OFD_SETLK, _flock(fcntl.F_WRLCK, _SWEEP_LOCK, 1))
         found = _examine(file_name)
         is_same = os.path.samestat(os.fstat(fd), os.lstat(path))
-        return is_same and found is not None and found.is_dead and unlink(file_name)
+        if not is_same or found is None or not found.is_dead:
+            return False
+        if file_name.endswith(".source"):
+            _remove_queue_of(file_name)
+        return unlink(file_name)
     except (BlockingIOError, PermissionError, FileNotFoundError):
         return False  # another sweep has it, or has had it
     finally:

@@ -15,7 +15,12 @@ import numpy.typing as npt
 
 from tokenpipe import _native
 from tokenpipe.commands import Control
-from tokenpipe.errors import OpArgumentError, PartyExistsError, PipelineGoneError
+from tokenpipe.errors import (
+    OpArgumentError,
+    PartyExistsError,
+    PipelineGoneError,
+    WrongSourceError,
+)
 from tokenpipe.layout import SOURCE
 from tokenpipe.segment import LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
 
@@ -45,7 +50,8 @@ class EngineWriter:
     """Saves steps and hears of aborts and ends. One per pipeline; thread-safe.
 
     Saving blocks while the pipeline lives and its ring is full (counted as backpressure) and raises
-    PipelineGoneError when it is gone. Nothing else blocks.
+    PipelineGoneError when it is gone. Nothing else blocks. Of a pipeline with another source than
+    shm it hears of aborts and ends only: a save raises WrongSourceError.
     """
 
     def __init__(self, segment: Segment, spin_us: float = 1.0) -> None:
@@ -348,6 +354,9 @@ class EngineWriter:
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
+        if _native.source_kind(self._segment.source) != 0:
+            how = "its steps come through a queue; here only poll_control() and beat() work"
+            raise WrongSourceError(self._segment.name, "sysv", how)
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None

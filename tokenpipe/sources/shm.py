@@ -10,7 +10,8 @@ from tokenpipe.segment import Segment
 class ShmSource:
     """Reader's end of the source segment. A successor skips what is in the ring already."""
 
-    def __init__(self, segment: Segment, spin_s: float) -> None:
+    def __init__(self, segment: Segment) -> None:
+        spin_s = segment.config.spin_us / 1e6
         self._reader = _native.SourceReader(segment.source, segment.core, spin_s)
 
     def get_output(self, producer: _native.Producer, timeout_s: float) -> bool:
