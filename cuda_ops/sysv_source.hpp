@@ -112,7 +112,8 @@ public:
   }
 
 private:
-  static constexpr int64_t guard = 0x7fedcba987654321;
+  // In no message: its last byte is the high one of an int32 that is small, -1 to -9 included.
+  static constexpr uint8_t guard = 0xa5;
 
   [[nodiscard]] int64_t *raw_of(tp_step &slot) const noexcept {
     return column<int64_t>(slot, raw_at_);
@@ -120,10 +121,9 @@ private:
   template <class Message> [[nodiscard]] static const Message &message_in(const int64_t *raw) {
     return *reinterpret_cast<const Message *>(raw + 1);
   }
-  // One word more than the message has, so that a longer one is seen to be so.
-  [[nodiscard]] uint64_t room() const noexcept {
-    return align_up(payload_bytes(variant_), 8) + sizeof(int64_t);
-  }
+  // More than the message has, so that a longer one is seen to be so.
+  static constexpr uint64_t num_spare = sizeof(int64_t);
+  [[nodiscard]] uint64_t room() const noexcept { return payload_bytes(variant_) + num_spare; }
 
   // Guards the ends and makes every page resident: a page fault in the kernel's copy could end it
   // halfway when the process is killed.
@@ -131,18 +131,19 @@ private:
     const uint64_t words = 1 + room() / sizeof(int64_t);
     for (uint64_t i = 0; i < words; i += TP_PAGE_BYTES / sizeof(int64_t))
       put(raw[i], get(raw[i]));
-    std::memcpy(last_word(raw), &guard, sizeof(guard));
-    raw[words - 1] = guard;
+    bytes_of(raw)[shortest_payload(variant_) - 1] = guard;
+    std::memset(bytes_of(raw) + payload_bytes(variant_), guard, num_spare);
   }
-  // The last 8 bytes that even the shortest message of this variant writes.
-  [[nodiscard]] uint8_t *last_word(int64_t *raw) const noexcept {
-    return reinterpret_cast<uint8_t *>(raw + 1) + shortest_payload(variant_) - sizeof(guard);
+  [[nodiscard]] static uint8_t *bytes_of(int64_t *raw) noexcept {
+    return reinterpret_cast<uint8_t *>(raw + 1);
   }
   [[nodiscard]] uint64_t length_in_hand(int64_t *raw) const noexcept {
     if (is_barrier(raw[0]))
       return 0;
-    const bool is_short = std::memcmp(last_word(raw), &guard, sizeof(guard)) == 0;
-    const bool is_long = raw[room() / sizeof(int64_t)] != guard;
+    const bool is_short = bytes_of(raw)[shortest_payload(variant_) - 1] == guard;
+    const uint8_t *spare = bytes_of(raw) + payload_bytes(variant_);
+    const bool is_long =
+        std::any_of(spare, spare + num_spare, [](uint8_t b) { return b != guard; });
     return is_short ? 0 : is_long ? room() : shortest_payload(variant_);
   }
 

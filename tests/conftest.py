@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from support import MARK_NAME, leaves_nothing
+from support import MARK_NAME, enter_own_ipc_namespace, leaves_nothing
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +27,28 @@ def _test_leaves_nothing(
     # Set up before the test's own fixtures, so it looks after they have been torn down.
     with leaves_nothing(request.node.nodeid):
         yield
+
+
+@pytest.fixture(scope="session")
+def _own_ipc_namespace() -> str:
+    """Moves this process into a System V namespace of its own; "" or why that cannot be."""
+    return enter_own_ipc_namespace()
+
+
+@pytest.fixture
+def queue_limits(_own_ipc_namespace: str) -> Iterator[Callable[[int, int], None]]:
+    """Sets kernel.msgmax and kernel.msgmnb, in a namespace that nothing else of the machine is in;
+    they start as large as the largest message needs, and go back to the kernel's own defaults."""
+    if _own_ipc_namespace:
+        pytest.skip(_own_ipc_namespace)
+
+    def set_limits(msgmax: int, msgmnb: int) -> None:
+        for name, value in (("msgmax", msgmax), ("msgmnb", msgmnb)):
+            Path(f"/proc/sys/kernel/{name}").write_text(str(value))
+
+    set_limits(1 << 20, 1 << 24)
+    yield set_limits
+    set_limits(8192, 16384)
 
 
 @pytest.fixture
