@@ -36,7 +36,9 @@ public:
 
   // The choice goes into the command's slot before the first effect, so that a successor finishes
   // this command and no other.
-  void log_choice(uint32_t i, uint32_t row, uint32_t generation) noexcept {
+  void log_choice(uint32_t i, uint32_t row, uint32_t generation, uint64_t barrier) noexcept {
+    if (barrier != 0)
+      put(core_.command(i).argument, barrier);
     publish(core_.command(i).choice, uint64_t{row} << 32 | generation);
     fault::point("submit.choice_logged");
   }
@@ -77,7 +79,11 @@ public:
     a.num_blocks = static_cast<uint32_t>(blocks.size());
     std::memcpy(core_.id(row), core_.command_id(i), a.id_bytes);
     std::memcpy(core_.eos(row), core_.command_eos(i), uint64_t{a.num_eos} * 4);
-    a.from_sequence = admitted_from();
+    // Where tokens begin to be the newcomer's. No order of loading a queue's length and its
+    // reader's cursor would be right: there a barrier that was sent before tells.
+    const bool is_queue = source_.head().kind == TP_SOURCE_SYSV;
+    a.from_sequence = is_queue ? 0 : observe(source_.head().published);
+    a.from_barrier = is_queue ? c.argument : 0;
     fault::point("submit.fields_stored");
     // SYNC POINT: admission - release: a decoder that sees the generation sees the fields
     publish(core_.admitted(row), uint64_t{generation});
@@ -271,13 +277,6 @@ public:
   }
 
 private:
-  // Where tokens begin to be the newcomer's. No order of loading the queue's length and the
-  // reader's cursor would be right for a queue: there a barrier has told.
-  [[nodiscard]] uint64_t admitted_from() const noexcept {
-    return source_.head().kind == TP_SOURCE_SYSV ? barrier_cursor()
-                                                 : observe(source_.head().published);
-  }
-
   // Each block names its owner before the admission that owns it is published.
   void own_blocks(uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) noexcept {
     for (size_t b = 0; b < blocks.size(); ++b) {

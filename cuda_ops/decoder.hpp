@@ -62,7 +62,7 @@ private:
   // What this decoder remembers of a row's admission.
   struct Row {
     uint64_t generation = 0;
-    uint64_t from_sequence = 0;
+    uint64_t from_sequence = 0, from_barrier = 0;
     uint64_t arrival_ns = 0;
     uint32_t max_tokens = 0;
     uint32_t num_emitted = 0;
@@ -250,6 +250,7 @@ private:
     if (state_[i].generation == generation && state_[i].terminal != TP_FINISH_NONE)
       return; // a successor: that life has ended, its admission may be written over by now
     row.from_sequence = a.from_sequence;
+    row.from_barrier = a.from_barrier;
     row.arrival_ns = a.arrival_ns;
     // Without generations an end that the wire does not show would let its tokens run on.
     row.max_tokens = options_.source == TP_SOURCE_SHM ? a.max_tokens : 0;
@@ -392,7 +393,7 @@ private:
       return &count.dropped_padded;
     if (row.generation != known.generation)
       return row.generation < known.generation ? &count.dropped_stale : &count.dropped_unadmitted;
-    if (slot.source_sequence < known.from_sequence)
+    if (slot.source_sequence < known.from_sequence || slot.barrier < known.from_barrier)
       return &count.dropped_early;
     if (known.visited == turn_)
       return &count.dropped_repeated;

@@ -388,7 +388,9 @@ typedef struct {
   uint64_t acknowledged_before; /* acknowledgements that were there when the engine was told */
   uint64_t acknowledge_from;    /* the engine was told at this source sequence; UINT64_MAX: never */
   uint32_t handed_over;         /* 1: prefill_done() was called */
-  uint32_t pad_[7];
+  uint32_t pad0_;
+  uint64_t from_barrier; /* of a queue: steps received before this barrier are a former life's */
+  uint32_t pad_[4];
 } tp_admission;
 TP_ASSERT_SIZE(tp_admission, TP_LINE_BYTES);
 
@@ -425,9 +427,9 @@ typedef struct {
   uint64_t choice;      /* coordinator, before the first effect: (row << 32) | generation */
   uint64_t deadline_ns; /* client: CLOCK_MONOTONIC; 0: answer at once */
   uint64_t arrival_ns;  /* client */
-  uint64_t argument;    /* client: by kind */
-  uint32_t row;         /* client: wanted row, UINT32_MAX: any */
-  uint32_t generation;  /* client: which life of the row (abort by row) */
+  uint64_t argument; /* client: by kind; of a submit the coordinator's, with the choice: barrier */
+  uint32_t row;      /* client: wanted row, UINT32_MAX: any */
+  uint32_t generation; /* client: which life of the row (abort by row) */
   uint32_t max_tokens;
   uint32_t num_emitted;
   uint32_t prompt_tokens;
@@ -466,7 +468,9 @@ typedef struct {
   uint32_t message_flag; /* 3 target, 4 draft */
   uint32_t body_bytes;
   uint32_t bad; /* reader: TP_BAD_*; the step is empty then */
-  uint8_t pad_[TP_LINE_BYTES - 68];
+  uint32_t pad0_;
+  uint64_t barrier; /* reader of a queue: the last barrier that it met before this step */
+  uint8_t pad_[TP_LINE_BYTES - 80];
 } tp_step;
 TP_ASSERT_SIZE(tp_step, TP_LINE_BYTES);
 

@@ -638,8 +638,8 @@ public:
                     "choice_generation"_a = static_cast<uint32_t>(c.choice),
                     "id"_a = py::bytes(core_.command_id(i), id_bytes));
   }
-  void log_choice(uint32_t i, uint32_t row, uint32_t generation) {
-    book_.log_choice(i, row, generation);
+  void log_choice(uint32_t i, uint32_t row, uint32_t generation, uint64_t barrier) {
+    book_.log_choice(i, row, generation, barrier);
   }
   [[nodiscard]] bool is_applied(uint32_t i) const { return book_.is_applied(i); }
   void admit(uint32_t i, uint32_t row, uint32_t generation, const std::vector<uint32_t> &blocks) {
@@ -915,7 +915,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, preprocess_end_ns,
                        inference_start_ns, max_tokens, num_emitted, prompt_tokens, num_eos,
                        id_bytes, first_block, num_blocks, num_chunks, flags, phase,
-                       acknowledged_before, acknowledge_from, handed_over, pad_);
+                       acknowledged_before, acknowledge_from, handed_over, pad0_, from_barrier,
+                       pad_);
   PYBIND11_NUMPY_DTYPE(tp_progress, generation, terminal, emitted, acknowledged, first_token_ns,
                        last_token_ns, num_acknowledged, chunks, last_send_idx, spec_steps, pad_,
                        idle_at, heads);
@@ -925,7 +926,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        id_bytes, status, reply_row, reply_generation, reply_first_block,
                        reply_value, preprocess_end_ns, inference_start_ns, num_chunks, flags);
   PYBIND11_NUMPY_DTYPE(tp_step, sequence, source_sequence, saved_ns, published_ns, saved_tokens,
-                       num_rows, num_tokens, width, flags, message_flag, body_bytes, bad, pad_);
+                       num_rows, num_tokens, width, flags, message_flag, body_bytes, bad, pad0_,
+                       barrier, pad_);
   PYBIND11_NUMPY_DTYPE(tp_frame, number, sequence, source_sequence, saved_ns, published_ns,
                        committed_ns, decoder, num_rows, num_tokens, width, num_finals, message_flag,
                        has_slot, flags, bytes, num_drafts, num_firsts, pad_);
@@ -1187,7 +1189,7 @@ PYBIND11_MODULE(_native, m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("posted", &PyBook::posted)
       .def("command", &PyBook::command, "slot"_a)
-      .def("log_choice", &PyBook::log_choice, "slot"_a, "row"_a, "generation"_a)
+      .def("log_choice", &PyBook::log_choice, "slot"_a, "row"_a, "generation"_a, "barrier"_a = 0)
       .def("is_applied", &PyBook::is_applied, "slot"_a)
       .def("admit", &PyBook::admit, "slot"_a, "row"_a, "generation"_a, "blocks"_a)
       .def("open_control", &PyBook::open_control, "row"_a, "generation"_a)

@@ -476,6 +476,7 @@ public:
                                                        : check_plain(head);
     take(head, slot, bad == TP_BAD_NONE ? check_body(head) : bad);
     slot.source_sequence = next_;
+    slot.barrier = 0;
     fault::point("reader.filled");
   }
 

@@ -192,10 +192,11 @@ private:
     count_event(core_.role(TP_ROLE_COORDINATOR).bell);
   }
 
-  static void begin_step(tp_step &slot, uint64_t sequence) noexcept {
+  void begin_step(tp_step &slot, uint64_t sequence) const noexcept {
     slot.source_sequence = sequence;
     slot.saved_ns = now_ns();
     slot.message_flag = TP_MESSAGE_TARGET;
+    slot.barrier = get(source_.head().queue.barrier_seen);
     slot.num_rows = slot.num_tokens = slot.width = slot.body_bytes = 0;
     slot.flags = TP_STEP_UNSTAMPED;
   }

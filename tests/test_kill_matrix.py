@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fastdeploy_peer as peer
 import tokenpipe as tp
 from support import wait_until
 from tokenpipe.commands import FinishReason
+from tokenpipe.sources.sysv import queue_key
 
 ROWS, DEPTH, WIDTH = 6, 3, 3
 MODES = ("plain", "topk", "speculative")
@@ -34,31 +36,47 @@ COORDINATOR = (
     *("submit.control_stored", "reply.fields_stored", "mark.from_stored", "mark.published"),
     *("preempt.phase_stored", "release.blocks_freed", "release.mark_cleared", "release.row_freed"),
 )
-POINTS = [
+SHM_POINTS = [
     *[("reader", f"reader.{p}") for p in READER],
     *[("decoder-1", f"decoder.{p}") for p in DECODER],
     *[("coordinator", p) for p in COORDINATOR],
     *[(role, "sleep") for role in ("reader", "decoder-1", "coordinator")],
 ]
+QUEUE_READER = (
+    *("claimed", "word_cleared", "claim_stored", "received", "filled", "before_publish"),
+    *("published", "barrier_cursor_stored", "barrier_met"),
+)
+SYSV_POINTS = [
+    *[("reader", f"reader.{p}") for p in QUEUE_READER],
+    *[("decoder-1", f"decoder.{p}") for p in DECODER],
+    *[("coordinator", p) for p in ("barrier.number_stored", *COORDINATOR)],
+    *[(role, "sleep") for role in ("reader", "decoder-1", "coordinator")],
+]
+POINTS = [
+    *[("shm", *where) for where in SHM_POINTS],
+    *[("sysv", *where) for where in SYSV_POINTS],
+]
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 CASES = [
-    (role, point, mode, signum)
-    for (role, point), mode, signum in product(POINTS, MODES, SIGNALS)
+    (source, role, point, mode, signum)
+    for (source, role, point), mode, signum in product(POINTS, MODES, SIGNALS)
     # SIGTERM is the coordinator's word to drain: test_a_drain_in_the_middle has it.
     if not (role == "coordinator" and signum == signal.SIGTERM)
 ]
 
 
 def sample() -> list[Any]:
-    """Every point once by SIGKILL, and a few of the rest; the whole matrix is in the full tier."""
+    """Every point once by SIGKILL, those of a queue that another source has too left out, and a
+    few of the rest; the whole matrix is in the full tier."""
     rnd = random.Random(20261201)
-    chosen = [(r, p, MODES[i % 3], signal.SIGKILL) for i, (r, p) in enumerate(POINTS)]
-    chosen += rnd.sample([c for c in CASES if c[3] != signal.SIGKILL], 4)
+    once = [p for p in POINTS if p[0] == "shm" or p[1:] not in SHM_POINTS or p[1] == "reader"]
+    chosen = [(*p, MODES[i % 3], signal.SIGKILL) for i, p in enumerate(once)]
+    chosen += rnd.sample([c for c in CASES if c[4] != signal.SIGKILL], 4)
     return [
         pytest.param(
             *case,
             marks=() if case in chosen else pytest.mark.full,
-            id="-".join([case[0], case[1], case[2], signal.Signals(case[3]).name]),
+            id="-".join([*case[:4], signal.Signals(case[4]).name]),
         )
         for case in CASES
     ]
@@ -85,11 +103,21 @@ class Run:
     got: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
+    length: dict[str, int] = field(default_factory=dict)
+
+    end = "length"
+    """How a request ends that nobody ends before."""
+
+    def expected(self, name: str) -> list[int]:
+        """All tokens of a request that runs to its end."""
+        return [token_of(name, p) for p in range(self.length[name])]
+
+    def request(self, name: str) -> tp.Request:
+        return tp.Request(name, prompt_token_ids=[1], max_tokens=self.length[name], num_blocks=2)
 
     def submit(self, name: str, length: int) -> None:
-        admission = self.pipe.submit(
-            tp.Request(name, prompt_token_ids=[1], max_tokens=length, num_blocks=2), timeout_s=60
-        )
+        self.length[name] = length
+        admission = self.pipe.submit(self.request(name), timeout_s=60)
         assert len(set(admission.block_ids)) == 2
         self.running[admission.row] = (name, admission.generation)
         self.position[name] = 0
@@ -111,6 +139,9 @@ class Run:
                 accept[row] = 1 + hash_of(name) % depth
                 tokens[row] = [token_of(name, at + j) for j in range(depth)]
                 self.position[name] += int(accept[row])
+        self.save(generations, tokens, accept, states, positions)
+
+    def save(self, generations: Any, tokens: Any, accept: Any, states: Any, positions: Any) -> None:
         where = {
             "step": self.writer.begin_step(generations),
             "states": states,
@@ -185,30 +216,80 @@ def workload(run: Run) -> None:
             break
     for name, length in lengths.items():
         own = run.got.get(name, [])
-        assert own == [token_of(name, p) for p in range(len(own))], name
+        assert own == run.expected(name)[: len(own)], name
         if name == "request-2" and run.ends[name] == "abort":
             continue
-        assert (len(own), run.ends[name]) == (length, "length"), name
+        assert (len(own), run.ends[name]) == (length, run.end), name
+
+
+EOS = 2
+OPS = {
+    "plain": "get_output",
+    "topk": "get_output_topk",
+    "speculative": "speculate_get_output",
+}
+
+
+@dataclass
+class QueueRun(Run):
+    """The same over FastDeploy's queue: no generations, no positions, and only an end token, -3 or
+    -9 ends a row."""
+
+    end = "stop"
+
+    def __post_init__(self) -> None:
+        self.worker = peer.Worker(queue_key(self.pipe.config))
+
+    def request(self, name: str) -> tp.Request:
+        return tp.Request(name, prompt_token_ids=[1], eos_token_ids=[EOS], num_blocks=2)
+
+    def expected(self, name: str) -> list[int]:
+        return [*super().expected(name)[:-1], EOS]
+
+    def save(self, generations: Any, tokens: Any, accept: Any, states: Any, positions: Any) -> None:
+        """What the worker would send; it stops a row by itself behind the end token."""
+        accept = np.where(states == 0, np.maximum(accept, 1), 0)
+        for row, (name, _generation) in self.running.items():
+            if states[row] == 0:
+                left = self.length[name] - int(positions[row])
+                accept[row] = max(0, min(int(accept[row]), left))
+                if 0 < left <= accept[row]:
+                    tokens[row, left - 1] = EOS
+        values = np.where(states == 3, -9, np.where(accept == 0, -1, tokens[:, 0]))
+        if self.mode == "plain":
+            message = peer.plain(values.tolist())
+        elif self.mode == "topk":
+            ids = values[:, None] + np.arange(WIDTH)
+            message = peer.topk(ids, -ids.astype(np.float32), list(values % 7))
+        else:
+            message = peer.speculate(tokens, np.where(states == 3, -9, accept).tolist())
+        self.worker.send(message)
 
 
 def lives(pipe: tp.Pipeline) -> dict[str, int]:
     return {name: role["epoch"] for name, role in pipe.status()["roles"].items()}
 
 
-@pytest.mark.parametrize(("role", "point", "mode", "signum"), sample())
+@pytest.mark.parametrize(("source", "role", "point", "mode", "signum"), sample())
 def test_nothing_is_lost_whoever_ends_where(
     unique_name: str,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    source: str,
     role: str,
     point: str,
     mode: str,
     signum: signal.Signals,
 ) -> None:
     nth = 2 if role == "coordinator" else 5
-    if (role, point) == ("coordinator", "sleep"):
-        nth = 100  # it sleeps while it starts, too
     if point in ("preempt.phase_stored", "mark.from_stored", "mark.published"):
         nth = 1
+    more: dict[str, Any] = {}
+    if source == "sysv":
+        if mode == "topk":
+            request.getfixturevalue("queue_limits")
+        more = {"source": "sysv", "sysv_queue_id": peer.free_queue_id(), "sysv_op": OPS[mode]}
+        more["sysv_folder"] = "/dev/shm"
     monkeypatch.setenv("TOKENPIPE_FAULT", f"{role}:{point}:{nth}:{int(signum)}")
     config = tp.PipelineConfig(
         name=unique_name,
@@ -224,13 +305,14 @@ def test_nothing_is_lost_whoever_ends_where(
         heartbeat_interval_s=0.05,
         abort_timeout_s=600,
         orphan_grace_s=30,
+        **more,
     )
     with tp.Pipeline(config) as pipe:
         before = pipe.pids
         if role == "coordinator" and signum == signal.SIGSTOP:
             pytest.skip("a stopped coordinator is not replaced: its owner sees the probe time out")
         with pipe.engine_writer() as writer:
-            workload(Run(pipe, mode, writer))
+            workload((QueueRun if source == "sysv" else Run)(pipe, mode, writer))
             wait_until(lambda: lives(pipe)[role] >= 2, describe=pipe.status)
             pipe.sync(60)
             wait_until(lambda: pipe.health()["state"] == "idle", describe=pipe.health)

@@ -75,6 +75,8 @@ def _serve(args: argparse.Namespace) -> int:
     def ready(facts: Mapping[str, Any]) -> None:
         nonlocal is_ready
         is_ready = True
+        # Not before: how often it passes a point while it starts depends on the machine.
+        _arm_fault("coordinator", args.epoch)
         say(json.dumps(facts))
 
     try:
@@ -84,7 +86,7 @@ def _serve(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError("ready_fd", args.ready_fd, str(error)) from None
         _set_up_logging("coordinator", config.log_level)
-        _arm_fault("coordinator", args.epoch)
+        _pass_boot("coordinator", args.epoch)
         coordinator.run(config, ready, args.owner_fd)
     except TokenpipeError as error:
         if not is_ready and args.ready_fd > 2:
@@ -109,11 +111,20 @@ def _arm_fault(role: str, epoch: int) -> None:
         from tokenpipe import _native
 
         _native.arm_fault(*fault)
+
+
+def _pass_boot(role: str, epoch: int) -> None:
+    fault = fault_of(role, epoch)
+    if fault is not None and fault[0] == "boot":
+        from tokenpipe import _native
+
+        _native.arm_fault(*fault)
         _native.fault_point("boot")
 
 
 def _role(args: argparse.Namespace) -> int:
     _set_up_logging(args.role, args.log_level)
+    _pass_boot(args.role, args.epoch)
     _arm_fault(args.role, args.epoch)
     kind, _, index = args.role.partition("-")
     if kind == "reader":

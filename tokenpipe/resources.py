@@ -74,9 +74,8 @@ class Waiting:
     command: dict[str, Any]
     row: int = ANY_ROW
     generation: int = 0
-    blocks: list[int] = field(default_factory=list)
-    barrier: int | None = None
-    """Of a submit that has its row and blocks: which barrier its queue must have passed."""
+    barrier: int = 0
+    """Of a sync: which barrier its queue must have passed."""
 
     @property
     def is_overdue(self) -> bool:
@@ -210,7 +209,7 @@ class Resources:
             self._reply_with_blocks(slot, row, generation, self._book.blocks_of(row))
             return
         self._free_rows.remove(row)
-        self._give(slot, command, row, generation, self._take_blocks(command["num_blocks"]))
+        self._give(slot, command, row, generation)
 
     def _finish_growth(self, slot: int, command: dict[str, Any]) -> None:
         """A growth logs how many blocks there were, plus one, in the generation's place."""
@@ -267,14 +266,17 @@ class Resources:
         is_blocked = bool(self._growths)  # a running request goes before a new one
         for slot, waiting in list(self._submits.items()):
             command = waiting.command
-            if waiting.barrier is not None:
-                self._admit_behind_barrier(slot, waiting)
-                continue
             row = self._row_for(command, is_blocked)
-            if row is not None:
-                waiting.row, waiting.blocks = row, self._take_blocks(command["num_blocks"])
-                waiting.barrier = 0
-                self._admit_behind_barrier(slot, waiting)
+            # On a queue what is received before this barrier is not the newcomer's.
+            barrier = self._book.send_barrier() if row is not None and self._is_queue else 0
+            if row is not None and self._is_queue and not barrier:
+                self._free_rows.appendleft(row)  # as many messages as it can hold: at the next tick
+                is_blocked = True
+            elif row is not None:
+                del self._submits[slot]
+                generation = self._generation[row] + 1
+                self._book.log_choice(slot, row, generation, barrier)
+                self._give(slot, command, row, generation)
             elif waiting.is_overdue:
                 del self._submits[slot]
                 self.totals.timed_out += 1
@@ -283,40 +285,20 @@ class Resources:
             elif command["row"] == ANY_ROW:
                 is_blocked = True
 
-    def _admit_behind_barrier(self, slot: int, waiting: Waiting) -> None:
-        """Gives a submit the row that is kept for it. On a queue what is saved before its barrier
-        is not the newcomer's; nobody else gets the row while the barrier is on its way."""
-        if self._is_queue:
-            waiting.barrier = waiting.barrier or self._book.send_barrier()
-            if not waiting.barrier or not self._book.has_passed(waiting.barrier):
-                return
-        del self._submits[slot]
-        generation = self._generation[waiting.row] + 1
-        self._book.log_choice(slot, waiting.row, generation)
-        self._give(slot, waiting.command, waiting.row, generation, waiting.blocks)
-
-    def _drop_submit(self, slot: int) -> None:
-        """Forgets a submit that waits; what was kept for it is free again."""
-        waiting = self._submits.pop(slot)
-        if waiting.barrier is not None:
-            self._free_rows.appendleft(waiting.row)
-            self._free_blocks.extend(waiting.blocks)
-
     def _row_for(self, command: dict[str, Any], is_blocked: bool) -> int | None:
         count = command["num_blocks"]
         if count > len(self._free_blocks) or (count and self._growths):
             return None
         wanted: int = command["row"]
         if wanted != ANY_ROW:
-            if wanted not in self._free_rows:
+            if wanted in self._live:
                 return None
             self._free_rows.remove(wanted)
             return wanted
         return self._free_rows.popleft() if self._free_rows and not is_blocked else None
 
-    def _give(
-        self, slot: int, command: dict[str, Any], row: int, generation: int, blocks: list[int]
-    ) -> None:
+    def _give(self, slot: int, command: dict[str, Any], row: int, generation: int) -> None:
+        blocks = self._take_blocks(command["num_blocks"])
         self._book.admit(slot, row, generation, blocks)
         self._generation[row] = generation
         self._live[row] = Live(generation, command["id"], blocks, command["flags"])
@@ -345,7 +327,7 @@ class Resources:
     def _abort(self, slot: int, command: dict[str, Any]) -> None:
         for waiting_slot, waiting in list(self._submits.items()):
             if waiting.command["id"] == command["id"]:
-                self._drop_submit(waiting_slot)
+                del self._submits[waiting_slot]
                 self._book.reply(waiting_slot, ReplyStatus.ABORTED)
                 self._book.reply(slot, ReplyStatus.OK)
                 return
@@ -368,10 +350,7 @@ class Resources:
 
     def end_all(self, reason: FinishReason) -> None:
         """Ends every running request and refuses every command that waits."""
-        for slot in list(self._submits):
-            self._drop_submit(slot)
-            self._refuse(slot, ReplyStatus.DRAINING)
-        for waiting in (self._growths, self._resumes):
+        for waiting in (self._submits, self._growths, self._resumes):
             for slot in list(waiting):
                 del waiting[slot]
                 self._refuse(slot, ReplyStatus.DRAINING)
@@ -385,7 +364,7 @@ class Resources:
 
     def _clear(self, slot: int, _command: dict[str, Any]) -> None:
         for waiting_slot in list(self._submits):
-            self._drop_submit(waiting_slot)
+            del self._submits[waiting_slot]
             self._refuse(waiting_slot, ReplyStatus.ABORTED)
         self.end_running(FinishReason.ERROR)
         self._book.reply(slot, ReplyStatus.OK)
@@ -481,7 +460,7 @@ class Resources:
         return limits
 
     def _sync(self, slot: int, command: dict[str, Any]) -> None:
-        self._syncs[slot] = Waiting(command, barrier=0)
+        self._syncs[slot] = Waiting(command)
 
     def _sync_waiting(self) -> None:
         """Answers with the source sequence that what was saved before the call is below."""
