@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import fastdeploy_peer as peer
 import numpy as np
 import pytest
 
-import fastdeploy_peer as peer
 import tokenpipe as tp
 from support import wait_until
 from tokenpipe.commands import FinishReason

@@ -8,12 +8,12 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import fastdeploy_peer as peer
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fastdeploy_peer as peer
 import tokenpipe as tp
 from tokenpipe import _native, layout
 from tokenpipe.config import SYSV_OPS

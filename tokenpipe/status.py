@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 
 from tokenpipe import _native
+from tokenpipe.errors import QueueError
 from tokenpipe.layout import (
     CLIENT,
     COMMIT,
@@ -199,6 +200,29 @@ def process_figures(pid: int) -> dict[str, float]:
         return {}
 
 
+def _writer_pid(view: View) -> int | None:
+    """Of a queue whoever sent last; else who holds the writer's lock."""
+    pid = int(view.source["writer_pid"])
+    if view.config.source == "shm" and not view.segment.is_locked(LOCK_WRITER):
+        return None
+    return pid or None
+
+
+def _queue_of(view: View) -> dict[str, Any]:
+    """Returns what the kernel says of the System V queue, and what was found in it at the start."""
+    queue = view.source["queue"]
+    about: dict[str, Any] = {
+        "key": f"{int(queue['key']) & 0xFFFFFFFF:#010x}",
+        "id": int(queue["id"]),
+        "leftovers": int(queue["leftovers"]),
+    }
+    try:
+        facts = _native.Queue(int(queue["key"]), int(queue["id"])).facts()
+    except QueueError as error:
+        return about | {"error": str(error)}
+    return about | {name: facts[name] for name in ("messages", "bytes", "capacity")}
+
+
 def status_of(segment: Segment) -> dict[str, Any]:
     """Returns everything that /status and `tokenpipe inspect` show, as plain JSON values."""
     view = View(segment)
@@ -260,14 +284,14 @@ def status_of(segment: Segment) -> dict[str, Any]:
             "advice": ring_advice(view),
         },
         "source": {
+            "kind": config.source,
             "slots": config.source_slots,
             "published": published,
             "occupancy": max(0, published - source_released),
-            "writer_pid": int(view.source["writer_pid"])
-            if segment.is_locked(LOCK_WRITER)
-            else None,
+            "writer_pid": _writer_pid(view),
             "tokens_saved": _native.saved_tokens(segment.source),
             "blocked_s": round(int(view.source["blocked_ns"]) / 1e9, 6),
+            **({"queue": _queue_of(view)} if config.source == "sysv" else {}),
         },
         "client_pid": int(view.client["pid"]) if segment.is_locked(LOCK_CLIENT) else None,
         "counters": counters,
