@@ -2,6 +2,7 @@
 // which row) is Python; the order of the stores, which a kill must not be able to break, is here.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "client.hpp"
@@ -21,16 +22,15 @@ class Book {
 public:
   Book(const Core &core, const SourceMap &source) noexcept : core_(core), source_(source) {}
 
-  // Slots with a command to do, oldest first.
-  [[nodiscard]] std::vector<uint32_t> posted() const {
-    std::vector<uint32_t> found;
+  // (number, slot) of each command to do, oldest first.
+  [[nodiscard]] std::vector<std::pair<uint64_t, uint32_t>> posted() const {
+    // Numbers are copied first: a client that changes one meanwhile must not upset the sort.
+    std::vector<std::pair<uint64_t, uint32_t>> found;
     for (uint32_t i = 0; i < core_.sizes.command_slots; ++i)
       // SYNC POINT: command - acquire: the command's fields are there
       if (observe(core_.command(i).state) == TP_COMMAND_POSTED)
-        found.push_back(i);
-    std::sort(found.begin(), found.end(), [&](uint32_t a, uint32_t b) {
-      return core_.command(a).number < core_.command(b).number;
-    });
+        found.emplace_back(get(core_.command(i).number), i);
+    std::sort(found.begin(), found.end());
     return found;
   }
 
@@ -132,7 +132,7 @@ public:
   // answer.
   void note_acknowledged(uint32_t row, uint64_t before) noexcept {
     put(core_.admission(row).acknowledged_before, before);
-    put(core_.admission(row).acknowledge_from, observe(source_.head().published));
+    put(core_.admission(row).acknowledge_from, published_steps(source_));
   }
 
   void set_handed_over(uint32_t row) noexcept { put(core_.admission(row).handed_over, 1u); }
@@ -174,7 +174,7 @@ public:
     const bool is_shielded = word == (uint64_t{generation} << 8 | TP_MARK_SHIELD);
     if (word >> 8 != generation || (is_shielded && reason != TP_MARK_SHIELD)) {
       if (!is_shielded) // what the shield holds back stays held back
-        put(mark.from_sequence, observe(source_.head().published));
+        put(mark.from_sequence, published_steps(source_));
       fault::point("mark.from_stored");
       // SYNC POINT: mark - release: its from_sequence is there
       publish(mark.word, uint64_t{generation} << 8 | reason);
@@ -275,7 +275,7 @@ private:
   // reader's cursor would be right for a queue: there a barrier has told.
   [[nodiscard]] uint64_t admitted_from() const noexcept {
     return source_.head().kind == TP_SOURCE_SYSV ? barrier_cursor()
-                                                 : observe(source_.head().published);
+                                                 : published_steps(source_);
   }
 
   // Each block names its owner before the admission that owns it is published.
