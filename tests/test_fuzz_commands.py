@@ -228,6 +228,19 @@ def test_garbage_commands_cost_nobody_anything(pipe: tp.Pipeline) -> None:
     fuzz(pipe, 600, kill_every=30)
 
 
+def test_a_client_s_cursor_that_cannot_be_is_named(pipe: tp.Pipeline) -> None:
+    with Segment.attach(pipe.name) as segment:
+        output = View(segment).client["output"][0]
+        for wrong in (1, 2**63, 2**64 - 1):
+            output["released"] = wrong
+            health = pipe.health()
+            assert (health["state"], health["role"]) == ("stalled", "client")
+            assert f"{wrong} frames of decoder-0, of which there are 0" in health["reason"]
+        output["released"] = 0
+        assert pipe.health()["state"] == "idle"
+        del output
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_twenty_thousand_garbage_commands(pipe: tp.Pipeline) -> None:

@@ -159,9 +159,17 @@ def _stalled(view: View, now: int, limit: float, names: list[str]) -> Verdict | 
 
 
 def _client_stall(view: View, now: int, limit: float) -> Verdict | None:
+    read = [int(output["released"]) for output in view.client["output"]]  # before what there is
     for k, commit in enumerate(view.commits()):
-        released = int(view.client["output"][k]["released"])
-        if int(commit["frames"]) - released < view.config.output_slots:
+        frames = int(commit["frames"])
+        if read[k] > frames:
+            return Verdict(
+                PipelineState.STALLED,
+                "client",
+                f"the client's cursor says that it has read {read[k]} frames of decoder-{k}, of "
+                f"which there are {frames}: the segment was written over",
+            )
+        if frames - read[k] < view.config.output_slots:
             continue
         age = min(
             _age_s(now, view.client["progress_ns"]),
