@@ -24,7 +24,7 @@ from tokenpipe.segment import Segment
 
 FIELDS = [f.name for f in dataclasses.fields(PipelineConfig)]
 FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(FEW, max_examples=20_000)
+MANY = settings(FEW, max_examples=5_000)
 
 # Beside what hypothesis thinks of: what has broken a parser before.
 ODD = (
