@@ -37,6 +37,7 @@ DIGESTS = {
     1: "730f0e29399c474c0b69ba9c7d771655bfa83f238766457cb09c669a5378a2ce",
     5: "82b387e48224a410e72c84926e893be78fa903f30ece3dba1192b625ac6d8383",
     6: "77302f3b8630a70ba87e0c8601de4b38cef4822b14895c7addc04fdde1063511",
+    7: "d63cb1aa73d1ba04d95d5c22d39365a87887247f8d26e36a172a729fb0b4696d",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

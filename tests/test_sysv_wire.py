@@ -460,5 +460,3 @@ def test_a_queue_that_is_gone_is_an_error_with_its_number() -> None:
         assert b.producer.claim(0.0)
         with pytest.raises(tp.QueueError, match="receive from the queue of key 0x"):
             b.reader.get_output(b.producer, 0.0)
-
-

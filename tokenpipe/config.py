@@ -276,15 +276,15 @@ class PipelineConfig:
             )
         self._check_speculation()
         self._check_source()
-        for name in ("health_host", "metrics_prefix", "sysv_folder"):
-            text, most = getattr(self, name), _MAX_TEXT_BYTES
-            if "\0" in text or not text.isprintable():
-                raise ConfigError(name, text, "has a character that cannot be shown")
-            if len(text.encode()) > most:
-                raise ConfigError(name, text, f"must have at most {most} bytes")
         if not _HOST.fullmatch(self.health_host):
             why = "must be an address or a host's name; 0.0.0.0 for every network of this machine"
             raise ConfigError("health_host", self.health_host, why)
+        for name in ("health_host", "metrics_prefix", "sysv_folder"):
+            text, most = getattr(self, name), _MAX_TEXT_BYTES
+            if not text.isprintable():
+                raise ConfigError(name, text, "has a character that cannot be shown")
+            if len(text.encode()) > most:
+                raise ConfigError(name, text, f"must have at most {most} bytes")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*|", self.metrics_prefix):
             raise ConfigError("metrics_prefix", self.metrics_prefix, "no prefix of a metric's name")
 
