@@ -25,7 +25,7 @@ ROWS, BLOCKS, SLOTS, ID_BYTES, MAX_EOS = 4, 6, 32, 16, 4
 HOSTILE_SLOTS = 16  # the handle's own commands take the others first
 COMMAND = DTYPES["COMMAND"]
 FREE, POSTED, DONE = 0, 1, 2
-MAY_WAIT = (CommandKind.SUBMIT, CommandKind.RESUME, CommandKind.GROW)
+MAY_WAIT = (CommandKind.SUBMIT, CommandKind.RESUME, CommandKind.GROW, CommandKind.SYNC)
 NAMES = [n for n in COMMAND.names or () if n not in ("state", "kind", "id_bytes", "num_eos")]
 
 
@@ -78,7 +78,7 @@ class Hostile:
         for name in NAMES:
             bits = 8 * COMMAND[name].itemsize
             head[name] = odd_value(rng, rng.choice((0, 1, 2**bits - 1)), limits, bits)
-        kind = rng.choice((*CommandKind, *MAY_WAIT, rng.choice((0, 9, 77, 2**31, 2**32 - 1))))
+        kind = rng.choice((*CommandKind, *MAY_WAIT, rng.choice((0, 99, 77, 2**31, 2**32 - 1))))
         if kind == CommandKind.DRAIN or (kind == CommandKind.CLEAR and rng.randrange(8)):
             kind = CommandKind.SUBMIT  # a drain ends the pipeline, as it should
         head["kind"] = kind
