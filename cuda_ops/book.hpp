@@ -274,8 +274,7 @@ private:
   // Where tokens begin to be the newcomer's. No order of loading the queue's length and the
   // reader's cursor would be right for a queue: there a barrier has told.
   [[nodiscard]] uint64_t admitted_from() const noexcept {
-    return source_.head().kind == TP_SOURCE_SYSV ? barrier_cursor()
-                                                 : published_steps(source_);
+    return source_.head().kind == TP_SOURCE_SYSV ? barrier_cursor() : published_steps(source_);
   }
 
   // Each block names its owner before the admission that owns it is published.
