@@ -56,6 +56,10 @@ inline void begin_rewrite() noexcept { std::atomic_thread_fence(std::memory_orde
 // Between reading a copy and reading the turn word again.
 inline void end_read() noexcept { std::atomic_thread_fence(std::memory_order_acquire); }
 
+// Behind a copy of bytes that somebody else may be changing: what is decided from the copy is not
+// read from there again.
+inline void end_copy() noexcept { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
 [[nodiscard]] inline uint64_t now_ns() noexcept {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

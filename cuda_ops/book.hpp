@@ -2,6 +2,7 @@
 // which row) is Python; the order of the stores, which a kill must not be able to break, is here.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "client.hpp"
@@ -21,16 +22,15 @@ class Book {
 public:
   Book(const Core &core, const SourceMap &source) noexcept : core_(core), source_(source) {}
 
-  // Slots with a command to do, oldest first.
-  [[nodiscard]] std::vector<uint32_t> posted() const {
-    std::vector<uint32_t> found;
+  // (number, slot) of each command to do, oldest first.
+  [[nodiscard]] std::vector<std::pair<uint64_t, uint32_t>> posted() const {
+    // Numbers are copied first: a client that changes one meanwhile must not upset the sort.
+    std::vector<std::pair<uint64_t, uint32_t>> found;
     for (uint32_t i = 0; i < core_.sizes.command_slots; ++i)
       // SYNC POINT: command - acquire: the command's fields are there
       if (observe(core_.command(i).state) == TP_COMMAND_POSTED)
-        found.push_back(i);
-    std::sort(found.begin(), found.end(), [&](uint32_t a, uint32_t b) {
-      return core_.command(a).number < core_.command(b).number;
-    });
+        found.emplace_back(get(core_.command(i).number), i);
+    std::sort(found.begin(), found.end());
     return found;
   }
 
@@ -82,7 +82,7 @@ public:
     // Where tokens begin to be the newcomer's. No order of loading a queue's length and its
     // reader's cursor would be right: there a barrier that was sent before tells.
     const bool is_queue = source_.head().kind == TP_SOURCE_SYSV;
-    a.from_sequence = is_queue ? 0 : observe(source_.head().published);
+    a.from_sequence = is_queue ? 0 : published_steps(source_);
     a.from_barrier = is_queue ? c.argument : 0;
     fault::point("submit.fields_stored");
     // SYNC POINT: admission - release: a decoder that sees the generation sees the fields
@@ -138,7 +138,7 @@ public:
   // answer.
   void note_acknowledged(uint32_t row, uint64_t before) noexcept {
     put(core_.admission(row).acknowledged_before, before);
-    put(core_.admission(row).acknowledge_from, observe(source_.head().published));
+    put(core_.admission(row).acknowledge_from, published_steps(source_));
   }
 
   void set_handed_over(uint32_t row) noexcept { put(core_.admission(row).handed_over, 1u); }
@@ -180,7 +180,7 @@ public:
     const bool is_shielded = word == (uint64_t{generation} << 8 | TP_MARK_SHIELD);
     if (word >> 8 != generation || (is_shielded && reason != TP_MARK_SHIELD)) {
       if (!is_shielded) // what the shield holds back stays held back
-        put(mark.from_sequence, observe(source_.head().published));
+        put(mark.from_sequence, published_steps(source_));
       fault::point("mark.from_stored");
       // SYNC POINT: mark - release: its from_sequence is there
       publish(mark.word, uint64_t{generation} << 8 | reason);

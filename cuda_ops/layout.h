@@ -53,7 +53,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 6,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 7,    /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -118,12 +118,13 @@ enum { TP_CONTROL_ABORT = 1, TP_CONTROL_PREEMPT = 2, TP_CONTROL_FINISHED = 4 };
 /* Why the reader refused a step (tp_step.bad). 0: good. */
 enum {
   TP_BAD_NONE = 0,
-  TP_BAD_ROWS = 1,    /* more rows than max_num_seqs */
-  TP_BAD_WIDTH = 2,   /* more logprob columns than top_logprobs + 1 */
-  TP_BAD_TOKENS = 3,  /* token count does not follow from the rows */
-  TP_BAD_BYTES = 4,   /* the body does not fit, or is not what the counts say */
-  TP_BAD_FLAGS = 5,   /* unknown mode or flag */
-  TP_BAD_REASONS = 6, /* how many reasons there are */
+  TP_BAD_ROWS = 1,     /* more rows than max_num_seqs */
+  TP_BAD_WIDTH = 2,    /* more logprob columns than top_logprobs + 1 */
+  TP_BAD_TOKENS = 3,   /* token count does not follow from the rows */
+  TP_BAD_BYTES = 4,    /* the body does not fit, or is not what the counts say */
+  TP_BAD_FLAGS = 5,    /* unknown mode or flag */
+  TP_BAD_SEQUENCE = 6, /* its number is not the one that is due: the cursor has passed old bytes */
+  TP_BAD_REASONS = 7,  /* how many reasons there are */
 };
 
 /* Where the engine's steps come from: tp_options.source and tp_source.kind. */
@@ -294,6 +295,7 @@ typedef struct {
   uint64_t bad_tokens;
   uint64_t bad_bytes;
   uint64_t bad_flags;
+  uint64_t bad_sequence;
   uint64_t completions;     /* requests that ended with a result; not those of a prefill instance */
   uint64_t draft_rows_seen; /* rows of draft steps: what they hold are not tokens */
   uint64_t draft_rows_delivered;
@@ -302,7 +304,7 @@ typedef struct {
   uint64_t spec_rows;    /* rows of speculative steps that emitted */
   uint64_t
       spec_heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head; head 0 is the target's own */
-  uint64_t pad_[5];
+  uint64_t pad_[4];
 } tp_counters;
 TP_ASSERT_SIZE(tp_counters, 55 * 8);
 

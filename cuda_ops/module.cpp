@@ -625,18 +625,20 @@ public:
   PyBook(const MappedCore &core, const MappedSource &source)
       : core_(core.core()), source_(source.map()), book_(core_, source_) {}
 
-  [[nodiscard]] std::vector<uint32_t> posted() const { return book_.posted(); }
+  // (number, slot) of each.
+  [[nodiscard]] std::vector<std::pair<uint64_t, uint32_t>> posted() const { return book_.posted(); }
   // The command in slot i, as a dict of its fields; the choice as (row, generation).
   [[nodiscard]] py::dict command(uint32_t i) const {
     const tp_command &c = core_.command(i);
     const uint32_t id_bytes = std::min(c.id_bytes, core_.sizes.max_request_id_bytes);
+    const bool fits = c.id_bytes == id_bytes && c.num_eos <= core_.sizes.max_eos_ids;
     return py::dict("kind"_a = c.kind, "number"_a = c.number, "deadline_ns"_a = c.deadline_ns,
                     "arrival_ns"_a = c.arrival_ns, "argument"_a = c.argument, "row"_a = c.row,
                     "generation"_a = c.generation, "num_blocks"_a = c.num_blocks,
                     "prompt_tokens"_a = c.prompt_tokens, "max_tokens"_a = c.max_tokens,
                     "flags"_a = c.flags, "choice_row"_a = static_cast<uint32_t>(c.choice >> 32),
                     "choice_generation"_a = static_cast<uint32_t>(c.choice),
-                    "id"_a = py::bytes(core_.command_id(i), id_bytes));
+                    "id"_a = py::bytes(core_.command_id(i), id_bytes), "fits"_a = fits);
   }
   void log_choice(uint32_t i, uint32_t row, uint32_t generation, uint64_t barrier) {
     book_.log_choice(i, row, generation, barrier);
@@ -900,8 +902,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        dropped_prefill, dropped_shielded, dropped_warm_up, finals_stop,
                        finals_length, finals_abort, finals_recovery, finals_error, finals_shutdown,
                        acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
-                       completions, draft_rows_seen, draft_rows_delivered, prompt_rows,
-                       poison_slots, spec_rows, spec_heads, pad_);
+                       bad_sequence, completions, draft_rows_seen, draft_rows_delivered,
+                       prompt_rows, poison_slots, spec_rows, spec_heads, pad_);
   PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
   PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum, pad_);
   PYBIND11_NUMPY_DTYPE(tp_decoder, turn, attempt, attempt_deaths, pad_, commit, saved_to_published,
@@ -1057,7 +1059,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("progress_of", &progress_of, "core"_a, "row"_a, "generation"_a);
   m.def("request_id_of", &request_id_of, "core"_a, "row"_a, "generation"_a);
   m.def("is_gone", [](const MappedSource &s) { return tp::observe(s.map().head().gone) != 0; });
-  m.def("published", [](const MappedSource &s) { return tp::observe(s.map().head().published); });
+  m.def("published", [](const MappedSource &s) { return tp::published_steps(s.map()); });
   m.def("source_released",
         [](const MappedSource &s) { return tp::observe(s.map().head().released); });
   m.def("swept",

@@ -442,6 +442,26 @@ private:
   std::vector<uint64_t> reported_;
 };
 
+// The writer's cursor as far as it can be true: within one ring of what the reader has released. An
+// engine may write anything over its own segment; a cursor that cannot be counts as nothing new. On
+// a queue the cursor is the reader's own.
+[[nodiscard]] inline uint64_t published_steps(const SourceMap &source) noexcept {
+  const tp_source &head = source.head();
+  if (head.kind == TP_SOURCE_SYSV)
+    return observe(head.published);
+  uint64_t released = observe(head.released);
+  for (int tries = 0; tries < 1000; ++tries) { // again only while the reader moves
+    const uint64_t published = observe(head.published);
+    if (published - released <= source.sizes.source_slots)
+      return published;
+    const uint64_t was = released;
+    released = observe(head.released);
+    if (released == was)
+      break;
+  }
+  return released;
+}
+
 // Design: the reader alone stores `released`. `next_` is the step to take next; a successor begins
 // behind what its predecessor has published into the ring, so no step is taken twice.
 class SourceReader {
@@ -459,7 +479,8 @@ public:
   [[nodiscard]] bool wait_for_step(const Patience &patience) noexcept {
     return wait_for(source_.head().reader_bell, TP_WAIT_INPUT, patience, [&]() noexcept {
       // SYNC POINT: source cursor - acquire: steps below the cursor may be read
-      return observe(source_.head().published) != next_;
+      const uint64_t waiting = observe(source_.head().published) - next_;
+      return waiting != 0 && waiting <= source_.sizes.source_slots; // else no cursor: see above
     });
   }
 
@@ -467,6 +488,7 @@ public:
   // that fails the checks becomes an empty slot that says why, so that it is counted, not lost.
   void get_any(tp_step &slot) noexcept {
     const tp_step head = source_.slot(next_);
+    end_copy();
     const bool speculative = head.flags & TP_STEP_ACCEPT, candidates = head.width != 0;
     const uint32_t bad = head.flags & TP_STEP_POOLING  ? check_pooling(head)
                          : head.flags & TP_STEP_PROMPT ? check_prompt_logprobs(head)
@@ -536,6 +558,8 @@ private:
     if (head.flags & ~known ||
         (head.message_flag != TP_MESSAGE_TARGET && head.message_flag != TP_MESSAGE_DRAFT))
       return TP_BAD_FLAGS;
+    if (head.source_sequence != next_)
+      return TP_BAD_SEQUENCE;
     if (head.num_rows > source_.sizes.max_num_seqs)
       return TP_BAD_ROWS;
     const StepColumns at(head.num_rows, head.num_tokens, head.width, head.flags);

@@ -133,10 +133,16 @@ def _is_ours(pid: int) -> bool:
 
 
 def _is_mapped_elsewhere(name: str) -> bool:
-    path = str(SHM / name)
+    try:
+        inode = str((SHM / name).stat().st_ino)
+    except FileNotFoundError:
+        return False
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            if path in Path(f"/proc/{pid}/maps").read_text() and not _is_ours(pid):
+            # By inode: the creator mapped the file before it had a name, and maps show it so.
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            maps = any(inode == line.split()[4] for line in lines if str(SHM) in line)
+            if maps and not _is_ours(pid):
                 return True
     return False
 

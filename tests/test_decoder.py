@@ -826,6 +826,8 @@ BAD_HEADERS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "prompt of nobody": ("flags", {"kind": "prompt", "positions": [0]}, {"flags": PROMPT}),
     "prompt anywhere": ("flags", {"kind": "prompt", "positions": [0]}, {"flags": PROMPT | ACCEPT}),
     "prompt drafts": ("flags", {"kind": "prompt", "positions": [0]}, {"message_flag": DRAFT}),
+    "an old step": ("sequence", {}, {"source_sequence": 2**64 - 1}),
+    "a later step": ("sequence", {"width": 2}, {"source_sequence": 1}),
 }
 
 

@@ -45,7 +45,7 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("posix_ipc",), ("segment.py",)),
     (
         (
-            *("subprocess", "multiprocessing", "asyncio.create_subprocess_exec"),
+            *("subprocess", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
             *("os.kill", "os.killpg", "os.fork", "os.posix_spawn", "os.posix_spawnp"),
             *("os.wait", "os.wait3", "os.wait4", "os.waitpid", "os.waitid"),
             *("os.pidfd_open", "signal.pidfd_send_signal"),
@@ -64,9 +64,16 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prometheus_client",), ("metrics.py", "health.py")),
     (("http.server", "socket", "socketserver"), ("health.py", "sources/", "demo/")),
     # Nothing received is unpickled or evaluated.
-    (("pickle", "marshal", "shelve", "dill", "cloudpickle"), ()),
+    (("pickle", "_pickle", "pickletools", "copyreg", "marshal", "shelve", "dbm"), ()),
+    (("dill", "cloudpickle", "joblib", "jsonpickle"), ()),
+    # It pickles what it sends, and unpickles what it receives.
+    (("multiprocessing",), ()),
     (("yaml.load", "yaml.unsafe_load", "yaml.full_load"), ()),
-    (("builtins.eval", "builtins.exec"), ()),
+    (("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__"), ()),
+    (("importlib", "runpy", "code", "codeop"), ("__init__.py",)),
+    # No shell reads what we pass on; nothing is made that another user could open.
+    (("os.system", "os.popen", "pty", "os.mkfifo", "os.mknod"), ()),
+    (("tempfile",), ("demo/",)),
 )
 
 MEMORY_ORDER = re.compile(r"memory_order\w*|atomic_ref|atomic_thread_fence|__(?:atomic|sync)_\w+")
@@ -74,6 +81,7 @@ MEMORY_ORDER_HOME = "cuda_ops/atomics.hpp"
 
 SYNC_POINT = re.compile(r"SYNC POINT:\s*(?P<label>.+?)\s+-\s+(?P<what>.*)")
 CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+EVALUATION = re.compile(r"\bpickle\b|\bmarshal\b|py::(?:eval|exec)|PyRun_\w+|PyMarshal_\w+")
 PYTHON = (".py", ".pyi")
 CPP = (".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh")
 OPEN_END = re.compile(r"\b(TODO|FIXME)\b(?!.*#\d+)")
@@ -224,6 +232,20 @@ def no_unpickling_by_numpy(root: Path) -> Iterator[str]:
                 yield at(root, path, node.value.lineno, "allow_pickle")
 
 
+def no_shell(root: Path) -> Iterator[str]:
+    for path, tree in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "shell":
+                yield at(root, path, node.value.lineno, "a shell")
+
+
+def pickle_in_cpp(root: Path) -> Iterator[str]:
+    for path in source_files(root, "cuda_ops", suffixes=CPP):
+        for number, line in lines_of(path):
+            if found := EVALUATION.search(line):
+                yield at(root, path, number, f"{found[0]} unpickles or evaluates")
+
+
 def memory_orders(root: Path) -> Iterator[str]:
     for path in source_files(root, "cuda_ops", suffixes=CPP):
         if path.relative_to(root).as_posix() == MEMORY_ORDER_HOME:
@@ -325,6 +347,8 @@ RULES: tuple[Rule, ...] = (
     floors,
     only_here,
     no_unpickling_by_numpy,
+    no_shell,
+    pickle_in_cpp,
     memory_orders,
     sync_points,
     swallowed_exceptions,
@@ -379,6 +403,16 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (only_here, "tokenpipe/config.py", "import yaml\nyaml.load(f)"),
     (only_here, "tokenpipe/config.py", "eval('1')"),
     (only_here, "tokenpipe/config.py", "exec('1')"),
+    (only_here, "tokenpipe/config.py", "compile('1', '', 'eval')"),
+    (only_here, "tokenpipe/config.py", "__import__('pickle')"),
+    (only_here, "tokenpipe/config.py", "from importlib import import_module"),
+    (only_here, "tokenpipe/children.py", "from multiprocessing.connection import Client"),
+    (only_here, "tokenpipe/children.py", "import os\nos.system('ls')"),
+    (only_here, "tokenpipe/children.py", "import tempfile"),
+    (no_shell, "tokenpipe/children.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
+    (pickle_in_cpp, "cuda_ops/module.cpp", 'py::module_::import("pickle")'),
+    (pickle_in_cpp, "cuda_ops/module.cpp", 'py::eval("1")'),
+    (pickle_in_cpp, "cuda_ops/module.cpp", "c.def(py::pickle(a, b));"),
     (no_unpickling_by_numpy, "tokenpipe/reader.py", "np.load(f, allow_pickle=True)"),
     (memory_orders, "cuda_ops/ring.hpp", "x.load(std::memory_order_acquire);"),
     (memory_orders, "cuda_ops/module.cpp", "std::atomic_ref<int> r(x);"),

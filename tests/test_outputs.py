@@ -66,7 +66,7 @@ class Line:
             num_emitted=request.num_emitted_tokens,
             prompt_tokens=len(request.prompt_token_ids),
         )
-        assert self.book.posted() == [0]
+        assert [slot for _, slot in self.book.posted()] == [0]
         self.book.admit(0, row, generation, [])
         self.book.reply(0, ReplyStatus.OK, row, generation)
         assert self.client.wait_for_reply(0, WATCHDOG_S)

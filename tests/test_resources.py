@@ -37,6 +37,7 @@ from tokenpipe import _native
 from tokenpipe import resources as resources_module
 from tokenpipe.channel import CommandChannel
 from tokenpipe.commands import ANY_ROW, CommandKind, FinishReason, Phase, ReplyStatus
+from tokenpipe.layout import DTYPES
 from tokenpipe.resources import Resources
 
 ROWS, BLOCKS, LIMIT_S = 4, 6, 5.0
@@ -1212,7 +1213,43 @@ def test_more_than_the_pool_has_is_refused_at_once(pipe: Driven) -> None:
     assert answer.status is ReplyStatus.OK
 
 
-@pytest.mark.parametrize("kind", [0, 9, 77, 2**31])
+def test_a_command_that_was_taken_back_is_not_done(pipe: Driven) -> None:
+    """Its slot holds another one by now, which must get its own answer, and nobody else's row."""
+    for i in range(ROWS):
+        pipe.begin(f"r{i}", num_blocks=0)
+    late = pipe.post_submit(tp.Request("late", [1], num_blocks=0), wait_s=FOR_EVER_S)
+    pipe.tick()
+    assert pipe.take(late) is None
+    pipe.client.free(late)
+    pipe.client.post(late, int(CommandKind.ABORT), deadline_s=pipe.clock.now, id="nobody")
+    pipe.tick()
+    assert pipe.client.reply(late)[0] == ReplyStatus.UNKNOWN
+    assert pipe.resources.num_waiting == 0
+
+
+@pytest.mark.parametrize("kind", [CommandKind.SUBMIT, CommandKind.GROW])
+@pytest.mark.parametrize(("row", "generation"), [(0, 1), (1, 1), (1, 7), (ROWS, 1), (2**32 - 1, 9)])
+def test_a_choice_that_nobody_logged_is_not_believed(
+    pipe: Driven, kind: CommandKind, row: int, generation: int
+) -> None:
+    """A command's slot is the client's memory; its successor's coordinator reads it again."""
+    pipe.begin("a", num_blocks=BLOCKS - 1)
+    slot = pipe.post(kind, 0.0, id="b", prompt_tokens=1, num_blocks=BLOCKS)
+    plan = pipe.config.plan()
+    at = plan["commands"] + slot * plan["command_bytes"]
+    head = np.frombuffer(pipe.segment.core_memory, DTYPES["COMMAND"], 1, at)[0]
+    head["choice"] = row << 32 | generation
+    pipe.restart_coordinator()
+    pipe.tick()
+    pipe.clock.now += 1
+    pipe.tick()
+    wanted = ReplyStatus.NO_FREE_ROW if kind == CommandKind.SUBMIT else ReplyStatus.UNKNOWN
+    assert pipe.client.reply(slot)[0] == wanted
+    assert pipe.resources.num_free_blocks == 1
+    assert pipe.resources.num_live == 1
+
+
+@pytest.mark.parametrize("kind", [0, 99, 77, 2**31])
 def test_an_unknown_kind_of_command_is_answered(pipe: Driven, kind: int) -> None:
     assert pipe.ask(kind, id="a").status is ReplyStatus.BAD_COMMAND
     assert pipe.begin("a").status is ReplyStatus.OK

@@ -440,7 +440,8 @@ with Segment.create(config()):
 def test_a_file_that_nobody_holds_is_dead_whatever_its_age(unique_name: str) -> None:
     path = file_of(unique_name, "core")
     with removed_at_the_end(path):
-        path.write_bytes(bytes(8192))  # no creator of ours: its file has no name before its lock
+        # No creator of ours: its file has no name before its lock.
+        path.write_bytes(struct.pack("<Q", _native.CORE_MAGIC).ljust(8192, b"\0"))
         (found,) = leftovers(unique_name)
         assert (found.is_dead, found.why) == (True, "no process holds it")
         assert found.num_bytes == 8192

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenpipe import __version__
+from tokenpipe._native import LAYOUT_VERSION
 from tokenpipe.config import PipelineConfig, fault_of
 from tokenpipe.errors import ConfigError, ExitCode, TokenpipeError, to_json
 
@@ -30,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tokenpipe", description="The output path of an LLM engine as its own processes."
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"tokenpipe {__version__} (layout of the shared memory: {LAYOUT_VERSION})",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="run a pipeline in the foreground"))

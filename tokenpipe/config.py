@@ -8,8 +8,10 @@ carry units: _s seconds, _us microseconds, _bytes bytes.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -23,7 +25,11 @@ from tokenpipe.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_log = logging.getLogger("tokenpipe.config")
+
+NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+_NAME = re.compile(NAME_PATTERN)
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _ENVIRONMENT = "TOKENPIPE_"
 SYSV_OPS = {
     "get_output": 0,
@@ -35,6 +41,10 @@ SYSV_OPS = {
 """Ops that read FastDeploy's queue, and the variant of the message that each reads."""
 _SYSV_COLUMNS, _SYSV_DRAFT_TOKENS = 21, 6
 _SYSV_ROWS = {0: 512, 1: 512, 2: 256, 3: 512}
+_OTHER_VARIABLES = ("DEBUG", "DISABLE", "FAULT", "SANITIZE", "SHARED", "TEST_MARK")
+"""Names behind the prefix that are no fields: of the build, the tests, an engine's integration."""
+_SERVICE_VARIABLE = re.compile(r"PORT|PORT_\d+_.*|SERVICE_.*")
+"""What Kubernetes sets in every pod beside a Service that is called tokenpipe."""
 _MAX_TEXT_BYTES = 255
 """Of a host or a prefix: with all else it fits the segment's header."""
 
@@ -191,7 +201,7 @@ class PipelineConfig:
             value = getattr(self, f.name)
             kind = type(f.default)
             if kind is float and type(value) is int:
-                object.__setattr__(self, f.name, float(value))
+                object.__setattr__(self, f.name, _as_float(f.name, value))
             elif type(value) is not kind:
                 raise ConfigError(f.name, value, f"must be of type {kind.__name__}")
             choices = f.metadata.get("choices")
@@ -266,8 +276,13 @@ class PipelineConfig:
             )
         self._check_speculation()
         self._check_source()
+        if not _HOST.fullmatch(self.health_host):
+            why = "must be an address or a host's name; 0.0.0.0 for every network of this machine"
+            raise ConfigError("health_host", self.health_host, why)
         for name in ("health_host", "metrics_prefix", "sysv_folder"):
             text, most = getattr(self, name), _MAX_TEXT_BYTES
+            if not text.isprintable():
+                raise ConfigError(name, text, "has a character that cannot be shown")
             if len(text.encode()) > most:
                 raise ConfigError(name, text, f"must have at most {most} bytes")
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*|", self.metrics_prefix):
@@ -380,10 +395,17 @@ class PipelineConfig:
 
     @classmethod
     def from_json(cls, text: str) -> PipelineConfig:
-        """Returns the configuration of `to_json`, checked again."""
-        values = json.loads(text)
+        """Returns the configuration of `to_json`, checked again. Raises ConfigError."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("JSON", text[:40], str(error)) from None
         if not isinstance(values, dict):
-            raise ValueError(f"a configuration is an object, not {text[:40]!r}")
+            raise ConfigError("JSON", text[:40], "a configuration is an object")
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError("JSON", name, f"no such field{_meant(name, known)}")
         if values.get("ring_bytes"):
             values["ring_slots"] = _default("ring_slots")  # it follows from the bytes again
         return cls(**values)
@@ -424,6 +446,8 @@ class PipelineConfig:
         order. `environment` defaults to the process's own."""
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
+        if any(getattr(args, f.name, None) is None for f in dataclasses.fields(cls)):
+            warn_of_misspelt(environment)
         for f in dataclasses.fields(cls):
             text = getattr(args, f.name, None)
             if text is None:
@@ -445,6 +469,33 @@ class PipelineConfig:
             value = f.default if follows else getattr(self, f.name)
             args.append(f"--{f.name.replace('_', '-')}={value}")
         return args
+
+
+def warn_of_misspelt(environment: Mapping[str, str]) -> None:
+    """Logs a warning for each variable that has our prefix and that nobody reads.
+
+    It is no error: others may set variables of that prefix for a purpose of their own.
+    """
+    fields = [f.name.upper() for f in dataclasses.fields(PipelineConfig)]
+    for variable in sorted(environment):
+        name = variable.removeprefix(_ENVIRONMENT)
+        is_known = name in fields or name in _OTHER_VARIABLES or _SERVICE_VARIABLE.fullmatch(name)
+        if variable.startswith(_ENVIRONMENT) and not is_known:
+            meant = _meant(name, fields, _ENVIRONMENT)
+            _log.warning("environment variable %s is not known and is ignored%s", variable, meant)
+
+
+def _meant(name: str, known: list[str], prefix: str = "") -> str:
+    """Returns a question for the nearest known name, if one is near."""
+    nearest = difflib.get_close_matches(name, known, 1, 0.7)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+
+
+def _as_float(name: str, value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(name, value, "is larger than any number of seconds") from None
 
 
 def _default(name: str) -> Any:

@@ -156,7 +156,7 @@ class Coordinator:
             if not self._barrier or not self._book.has_passed(self._barrier):
                 return
             self._barrier = 0
-        published = int(self._view.source["published"])
+        published = _native.published(self._segment.source)
         if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
             _log.error("the engine's writer (pid %d) has died: its requests end", pid)
             # Ended first: who takes over from a coordinator killed here must see the dead writer.
@@ -232,7 +232,7 @@ class Coordinator:
 
     def _is_read(self) -> bool:
         """Whether the client, if there is one, has read every frame of every published step."""
-        published = int(self._view.source["published"])
+        published = _native.published(self._segment.source)
         has_client = self._segment.is_locked(LOCK_CLIENT)
         for k, commit in enumerate(self._view.commits()):
             if int(commit["next_source_sequence"]) < published:

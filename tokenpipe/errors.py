@@ -45,8 +45,16 @@ class ConfigError(TokenpipeError):
     exit_code = ExitCode.BAD_CONFIG
 
     def __init__(self, field: str, value: object, why: str) -> None:
-        super().__init__(f"{field} = {value!r}: {why}")
+        super().__init__(f"{field} = {_shown(value)}: {why}")
         self.field, self.value, self.why = field, value, why
+
+
+def _shown(value: object) -> str:
+    """The value for a message, cut where it is long; Python refuses to write very long numbers."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 
 
 class SegmentError(TokenpipeError):

@@ -6,13 +6,17 @@ hangs, and says so. It reads; it decides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import logging
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tokenpipe.errors import ConfigError, PortInUseError
 from tokenpipe.layout import PipelineState
@@ -20,10 +24,16 @@ from tokenpipe.metrics import CONTENT_TYPE, Exporter
 from tokenpipe.segment import Segment
 from tokenpipe.status import Verdict, View, judge, status_of
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
+
 _log = logging.getLogger("tokenpipe.health")
 
-_CONNECTION_TIMEOUT_S = 5.0
-_MAX_THREADS = 512
+_REQUEST_TIMEOUT_S = 5.0
+"""From the first wait for a request to its last byte; as long again for the answer."""
+_MAX_REQUEST_BYTES = 32768
+_MAX_CONNECTIONS = 128
+_MAKE_ROOM_S = 1.0
 _READY = (PipelineState.IDLE, PipelineState.RUNNING)
 
 
@@ -35,10 +45,48 @@ def is_live(verdict: Verdict) -> bool:
     return verdict.state not in (PipelineState.FAILED, PipelineState.STOPPED)
 
 
+class _Incoming(io.RawIOBase):
+    """What a connection sends, within the time and the bytes of one request after the other: bytes
+    that drip in hold nobody up for longer than silence."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.begin_request()
+
+    def begin_request(self) -> None:
+        self._until = time.monotonic() + _REQUEST_TIMEOUT_S
+        self._left_bytes = _MAX_REQUEST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0 or self._left_bytes <= 0:
+            raise TimeoutError("a request takes too long, or is too long")
+        self._connection.settimeout(left_s)
+        got = self._connection.recv_into(buffer)
+        self._left_bytes -= got
+        return got
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
-    timeout = _CONNECTION_TIMEOUT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = _Incoming(self.connection)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        self._incoming.begin_request()
+        super().handle_one_request()
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self.connection.settimeout(_REQUEST_TIMEOUT_S)
+        super().send_response(code, message)
 
     def do_GET(self) -> None:  # the name is http.server's
         path = self.path.split("?", 1)[0]
@@ -93,20 +141,46 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], segment: Segment) -> None:
         self.segment = segment
         self.exporter = Exporter(segment)
-        self._slots = threading.BoundedSemaphore(_MAX_THREADS)
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}  # oldest first
         super().__init__(address, _Handler)
 
     def process_request(self, request: _Connection, client_address: object) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)  # idle connections must not hold up the accept loop
-            return
-        super().process_request(request, client_address)
+        assert isinstance(request, socket.socket)
+        # Whoever keeps connections open must not keep a probe out: the oldest makes room.
+        if not self._room.acquire(blocking=False):
+            self._end_the_oldest()
+            if not self._room.acquire(timeout=_MAKE_ROOM_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._open[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started: the caller closes the connection
+            self._room.release()
+            raise
+
+    def _end_the_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._open), None)
+            if oldest is not None:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
 
     def process_request_thread(self, request: _Connection, client_address: object) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            self._room.release()
+
+    def close_request(self, request: _Connection) -> None:
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            self._open.pop(request, None)
+        super().close_request(request)
 
     def handle_error(self, request: _Connection, client_address: object) -> None:
         _log.debug("connection of %s broke", client_address, exc_info=True)
@@ -131,6 +205,8 @@ class HealthServer:
             if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError("health_host", config.health_host, str(e)) from None
             raise
+        except UnicodeError as e:  # a host's name with a part that is empty or too long
+            raise ConfigError("health_host", config.health_host, str(e)) from None
         self.host = config.health_host
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(

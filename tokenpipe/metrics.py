@@ -56,6 +56,7 @@ COUNTER_HELP = {
     "bad_tokens": "steps refused: token count does not follow from the rows",
     "bad_bytes": "steps refused: body of another size than its counts give",
     "bad_flags": "steps refused: unknown mode or flag",
+    "bad_sequence": "steps refused: not the step that is due at this place of the ring",
     "completions": "requests that ended with a result",
     "draft_rows_seen": "rows of draft steps",
     "draft_rows_delivered": "rows of draft steps that are delivered",
@@ -140,7 +141,7 @@ def _counters(commits: Any) -> Iterator[Metric]:
 def _gauges(view: View) -> Iterator[Metric]:
     config, header = view.config, view.header
     cursor = int(view.ring["cursor"])
-    published = int(view.source["published"])
+    published = _native.published(view.segment.source)
     occupancy = cursor - min(int(c["released"]) for c in view.consumers)
     verdict = judge(view.segment, view)
     state = GaugeMetricFamily("tokenpipe_state", "1 for the pipeline's state", labels=["state"])

@@ -83,6 +83,14 @@ class Waiting:
         return bool(time.monotonic() >= self.command["deadline_ns"] / 1e9)
 
 
+def _is_text(request_id: bytes) -> bool:
+    """Whether the outputs can name a request so: not empty, and UTF-8."""
+    try:
+        return bool(request_id.decode())
+    except UnicodeDecodeError:
+        return False
+
+
 @dataclass
 class Totals:
     """What the coordinator has done since it started."""
@@ -185,8 +193,11 @@ class Resources:
             if not end:  # an id is free again once its final is out
                 self._row_of[request_id] = row
         self._rebuild_blocks()
-        for slot in self._book.posted():  # a command whose choice is logged comes before all others
+        # A command whose choice is logged comes before all others.
+        for _, slot in self._book.posted():
             command = self._book.command(slot)
+            if not command["fits"]:
+                continue
             if command["choice_generation"] and command["kind"] == CommandKind.SUBMIT:
                 self._finish_submit(slot, command)
             elif command["choice_generation"] and command["kind"] == CommandKind.GROW:
@@ -208,8 +219,11 @@ class Resources:
             self._book.open_control(row, generation)
             self._reply_with_blocks(slot, row, generation, self._book.blocks_of(row))
             return
-        self._free_rows.remove(row)
-        self._give(slot, command, row, generation)
+        # The slot is the client's memory: a choice that we cannot have logged is none of ours.
+        is_ours = row in self._free_rows and generation == self._generation[row] + 1
+        if is_ours and command["num_blocks"] <= len(self._free_blocks):
+            self._free_rows.remove(row)
+            self._give(slot, command, row, generation)
 
     def _finish_growth(self, slot: int, command: dict[str, Any]) -> None:
         """A growth logs how many blocks there were, plus one, in the generation's place."""
@@ -224,13 +238,15 @@ class Resources:
 
     def serve(self) -> None:
         """Does every posted command that can be done; the others wait, each for itself."""
-        for slot in self._book.posted():
+        posted = self._book.posted()
+        self._forget_withdrawn({slot: number for number, slot in posted})
+        for _, slot in posted:
             if any(slot in waiting for waiting in self._waiting):
                 continue
             command = self._book.command(slot)
             do = self._do.get(command["kind"])
-            if do is None:
-                self._book.reply(slot, ReplyStatus.BAD_COMMAND)
+            if do is None or not command["fits"]:
+                self._refuse(slot, ReplyStatus.BAD_COMMAND)
             else:
                 do(slot, command)
         self._resume_waiting()
@@ -238,9 +254,23 @@ class Resources:
         self._admit_waiting()
         self._sync_waiting()
 
+    def _forget_withdrawn(self, numbers: dict[int, int]) -> None:
+        """A command that waits is done for its own caller only: not when its slot was taken back or
+        holds another one by now."""
+        for waiting in (self._submits, self._growths, self._resumes, self._syncs):
+            for slot, one in list(waiting.items()):
+                if numbers.get(slot) == one.command["number"]:
+                    continue
+                if waiting is self._submits:
+                    del self._submits[slot]
+                else:
+                    del waiting[slot]
+
     def _submit(self, slot: int, command: dict[str, Any]) -> None:
         if not self.is_accepting:
             self._refuse(slot, ReplyStatus.DRAINING)
+        elif not _is_text(command["id"]):
+            self._refuse(slot, ReplyStatus.BAD_COMMAND)
         elif command["num_blocks"] > self._config.num_blocks:
             self._refuse(slot, ReplyStatus.TOO_MANY_BLOCKS)
         elif command["row"] != ANY_ROW and command["row"] >= self._config.max_num_seqs:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import stat
 import struct
 import time
@@ -21,7 +22,7 @@ from types import TracebackType
 import posix_ipc
 
 from tokenpipe import _native
-from tokenpipe.config import PipelineConfig
+from tokenpipe.config import NAME_PATTERN, PipelineConfig
 from tokenpipe.errors import (
     AdoptionError,
     ConfigError,
@@ -34,6 +35,9 @@ from tokenpipe.errors import (
 
 FOLDER = "/dev/shm"
 PREFIX = "tokenpipe."
+_OUR_FILE = re.compile(rf"{re.escape(PREFIX)}{NAME_PATTERN}\.(core|source)")
+_IN_USE = "in use"
+_NO_NAME = "no pipeline can have this name"
 
 LOCK_COORDINATOR, LOCK_READER, LOCK_CLIENT, LOCK_WRITER, LOCK_DECODER = 0, 1, 2, 3, 16
 _ALL_LOCKS = (0, 4096)
@@ -130,6 +134,8 @@ class Mapping:
     def open(cls, file_name: str) -> Mapping:
         """Opens an existing file of ours. Raises FileNotFoundError while there is none or while it
         has no size yet, SegmentError when it belongs to somebody else."""
+        if not _OUR_FILE.fullmatch(file_name):  # nor does posix_ipc survive every name
+            raise SegmentError(file_name, f"open {file_name!r}: {_NO_NAME}")
         try:
             shared = posix_ipc.SharedMemory("/" + file_name)
         except posix_ipc.ExistentialError:
@@ -138,15 +144,22 @@ class Mapping:
             # A symlink, a directory, a file of somebody else.
             raise SegmentError(file_name, f'open "{file_name}": not a file of ours ({e})') from None
         about = os.fstat(shared.fd)
-        if about.st_uid != os.geteuid() or not stat.S_ISREG(about.st_mode):
+        is_ours, is_file = about.st_uid == os.geteuid(), stat.S_ISREG(about.st_mode)
+        if not (is_ours and is_file):
             os.close(shared.fd)
-            raise SegmentError(
-                file_name, f'open "{file_name}": it belongs to uid {about.st_uid}, not to us'
+            why = (
+                f"belongs to uid {about.st_uid}, not to us" if is_file else "is not a regular file"
             )
+            raise SegmentError(file_name, f'open "{file_name}": it {why}')
         if about.st_size < 512:
             os.close(shared.fd)
             raise FileNotFoundError(file_name)
-        return cls(file_name, shared.fd)
+        try:
+            return cls(file_name, shared.fd)
+        except (OSError, ValueError, OverflowError) as e:  # a size that no process can map
+            os.close(shared.fd)
+            text = f'open "{file_name}": its {about.st_size} bytes cannot be mapped ({e})'
+            raise SegmentError(file_name, text) from None
 
     def word(self, offset: int) -> int:
         """Returns the uint64 at `offset`."""
@@ -433,10 +446,16 @@ def _wait_open(name: str, file_name: str, timeout_s: float) -> Mapping:
 
 
 def _taken(name: str, file_name: str) -> SegmentError:
-    pid = _owner_pid(file_name)
+    found = _examine(file_name)
+    pid = _owner_pid(file_name) if found is not None and found.why == _IN_USE else 0
     if pid:
         return SegmentExistsError(name, pid)
-    return SegmentError(name, f'create "{name}": {FOLDER}/{file_name} is there and is not ours')
+    why = "it came meanwhile" if found is None else found.why
+    return SegmentError(
+        name,
+        f'create "{name}": {FOLDER}/{file_name} is there and is not ours to remove: {why}; choose '
+        "another name",
+    )
 
 
 def _owner_pid(file_name: str) -> int:
@@ -469,14 +488,18 @@ class Leftover:
 def leftovers(name: str | None = None) -> Iterator[Leftover]:
     """Yields every segment file of one pipeline, or of all, with what is known of its owner.
 
-    Dead means provably so: no party holds a lock on it (a file has its name only once its creator
-    holds one). Files of other users are reported and never touched.
+    Dead means provably so: it begins as a segment of ours does, and no party holds a lock on it (a
+    file has its name only once it is complete and its creator holds one). What is another user's,
+    or of other content, is reported and never touched.
     """
     wanted = None if name is None else {core_name(name), source_name(name)}
     for file_name in sorted(os.listdir(FOLDER)):
         if not file_name.startswith(PREFIX) or not file_name.endswith((".core", ".source")):
             continue
         if wanted is not None and file_name not in wanted:
+            continue
+        if not _OUR_FILE.fullmatch(file_name):
+            yield Leftover(ascii(file_name)[1:-1], 0, False, _NO_NAME)
             continue
         found = _examine(file_name)
         if found is None:
@@ -487,6 +510,11 @@ def leftovers(name: str | None = None) -> Iterator[Leftover]:
             if core is not None and not core.is_dead:
                 found = replace(found, is_dead=False, why="its core segment is in use")
         yield found
+
+
+def _magic_of(file_name: str) -> bytes:
+    is_core = file_name.endswith(".core")
+    return struct.pack("<Q", _native.CORE_MAGIC if is_core else _native.SOURCE_MAGIC)
 
 
 def _examine(file_name: str) -> Leftover | None:
@@ -500,13 +528,19 @@ def _examine(file_name: str) -> Leftover | None:
     if about.st_uid != os.geteuid():
         return Leftover(file_name, about.st_size, False, f"belongs to uid {about.st_uid}")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    except OSError as e:
+        return Leftover(file_name, about.st_size, False, f"cannot be opened ({e.strerror})")
     try:
         answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, *_ALL_LOCKS))
         if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
-            return Leftover(file_name, about.st_size, False, "in use")
+            return Leftover(file_name, about.st_size, False, _IN_USE)
+        begin, ours = os.pread(fd, 8, 0), _magic_of(file_name)
+        if begin != ours:
+            why = f"begins with {begin!r}, a segment of ours with {ours!r}"
+            return Leftover(file_name, about.st_size, False, why)
     finally:
         os.close(fd)
     return Leftover(file_name, about.st_size, True, "no process holds it")

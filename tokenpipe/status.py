@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from tokenpipe import _native
-from tokenpipe.errors import QueueError
+from tokenpipe.errors import LayoutMismatchError, QueueError
 from tokenpipe.layout import (
     CLIENT,
     COMMIT,
@@ -84,6 +84,17 @@ def _age_s(now_ns: int, then_ns: int) -> float:
     return max(0.0, (now_ns - int(then_ns)) / 1e9)
 
 
+def state_of(view: View) -> PipelineState:
+    """Returns the state that the coordinator has stored. Raises LayoutMismatchError for none that
+    there is."""
+    number = int(view.header["state"])
+    try:
+        return PipelineState(number)
+    except ValueError:
+        wanted = f"0 to {max(PipelineState)}"
+        raise LayoutMismatchError(view.config.name, wanted, f"state {number}") from None
+
+
 def judge(segment: Segment, view: View | None = None) -> Verdict:
     """Returns the pipeline's state as its progress proves it.
 
@@ -92,7 +103,7 @@ def judge(segment: Segment, view: View | None = None) -> Verdict:
     """
     view = view or View(segment)
     header, config, now = view.header, view.config, _native.now_ns()
-    said = PipelineState(int(header["state"]))
+    said = state_of(view)
     reason = bytes(header["reason"]).split(b"\0")[0].decode(errors="replace")
     names = role_names(config.num_decoders)
     if said in _SAID:
@@ -123,10 +134,18 @@ def _stalled(view: View, now: int, limit: float, names: list[str]) -> Verdict | 
     client = _client_stall(view, now, limit)
     if client is not None:
         return client
+    source = view.source
+    cursor, believed = int(source["published"]), _native.published(view.segment.source)
+    if believed != cursor and int(source["published"]) == cursor:
+        return Verdict(
+            PipelineState.STALLED,
+            "engine",
+            f"the engine's cursor says {cursor} steps, which cannot follow {believed} in a ring of "
+            f"{view.config.source_slots}: its segment was written over",
+        )
     running_since = int(view.header["running_since_ns"])
     if running_since == 0:
         return None
-    source = view.source
     last = max(running_since, int(source["beat_ns"]))
     age = _age_s(now, last)
     if age > limit and not int(source["busy"]):
@@ -140,9 +159,17 @@ def _stalled(view: View, now: int, limit: float, names: list[str]) -> Verdict | 
 
 
 def _client_stall(view: View, now: int, limit: float) -> Verdict | None:
+    read = [int(output["released"]) for output in view.client["output"]]  # before what there is
     for k, commit in enumerate(view.commits()):
-        released = int(view.client["output"][k]["released"])
-        if int(commit["frames"]) - released < view.config.output_slots:
+        frames = int(commit["frames"])
+        if read[k] > frames:
+            return Verdict(
+                PipelineState.STALLED,
+                "client",
+                f"the client's cursor says that it has read {read[k]} frames of decoder-{k}, of "
+                f"which there are {frames}: the segment was written over",
+            )
+        if frames - read[k] < view.config.output_slots:
             continue
         age = min(
             _age_s(now, view.client["progress_ns"]),
@@ -257,7 +284,7 @@ def status_of(segment: Segment) -> dict[str, Any]:
             entry["frames"] = int(commit["frames"])
             entry["unread_frames"] = int(commit["frames"]) - released
         roles[name] = entry
-    published, source_released = int(view.source["published"]), int(view.source["released"])
+    published, source_released = _native.published(segment.source), int(view.source["released"])
     counters = {
         name: int(sum(int(c["counters"][name]) for c in commits))
         for name in commits.dtype["counters"].names

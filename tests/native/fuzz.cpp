@@ -80,7 +80,7 @@ struct Totals {
 [[nodiscard]] bool has_fault(uint32_t faults, uint32_t reason) { return faults >> reason & 1; }
 
 // Every reason that is true of the step, as bits; which one is counted is the reader's choice.
-[[nodiscard]] uint32_t faults_of(const tp_sizes &sizes, const tp_step &head,
+[[nodiscard]] uint32_t faults_of(const tp_sizes &sizes, const tp_step &head, uint64_t due,
                                  const std::vector<uint8_t> &bytes) {
   using Wide = unsigned __int128; // counts of 32 bits multiplied by each other: nothing may wrap
   const Wide n = head.num_rows, m = head.num_tokens, width = head.width;
@@ -89,6 +89,7 @@ struct Totals {
              draft = head.message_flag == TP_MESSAGE_DRAFT;
   uint32_t faults = 0;
   const auto fault_if = [&](bool is_so, uint32_t reason) { faults |= uint32_t{is_so} << reason; };
+  fault_if(head.source_sequence != due, TP_BAD_SEQUENCE);
   fault_if(n > sizes.max_num_seqs, TP_BAD_ROWS);
   fault_if(width > (pooling ? sizes.max_pooling_floats : sizes.top_logprobs + 1), TP_BAD_WIDTH);
   const uint64_t rows_each = (sizes.max_num_seqs + sizes.num_decoders - 1) / sizes.num_decoders;
@@ -366,7 +367,7 @@ public:
     std::memcpy(was_.data(), &from, was_.size());
     tp_step head;
     std::memcpy(&head, was_.data(), sizeof(head));
-    const uint32_t faults = faults_of(sizes_, head, was_);
+    const uint32_t faults = faults_of(sizes_, head, sequence, was_);
     CHECK(!is_good || faults == 0, "a good step has faults %x", faults);
     expected_.clear();
     if (is_good)
@@ -918,11 +919,13 @@ int main(int argc, char **argv) {
   alarm(0);
   for (const auto &world : worlds)
     world->add_to(t);
-  std::printf("fuzz: %llu steps, %llu mutated, %llu refused (rows %llu, width %llu, tokens %llu, "
-              "bytes %llu, flags %llu), %llu good, %llu frames, %llu tokens, %llu finals\n",
-              ull{t.steps}, ull{t.mutated}, ull{t.refused}, ull{t.bad[TP_BAD_ROWS]},
-              ull{t.bad[TP_BAD_WIDTH]}, ull{t.bad[TP_BAD_TOKENS]}, ull{t.bad[TP_BAD_BYTES]},
-              ull{t.bad[TP_BAD_FLAGS]}, ull{t.good}, ull{t.frames}, ull{t.tokens}, ull{t.finals});
+  std::printf(
+      "fuzz: %llu steps, %llu mutated, %llu refused (rows %llu, width %llu, tokens %llu, "
+      "bytes %llu, flags %llu, sequence %llu), %llu good, %llu frames, %llu tokens, %llu finals\n",
+      ull{t.steps}, ull{t.mutated}, ull{t.refused}, ull{t.bad[TP_BAD_ROWS]},
+      ull{t.bad[TP_BAD_WIDTH]}, ull{t.bad[TP_BAD_TOKENS]}, ull{t.bad[TP_BAD_BYTES]},
+      ull{t.bad[TP_BAD_FLAGS]}, ull{t.bad[TP_BAD_SEQUENCE]}, ull{t.good}, ull{t.frames},
+      ull{t.tokens}, ull{t.finals});
   // Without these the run has shown less than it claims.
   if (steps >= 10'000)
     for (uint32_t reason = TP_BAD_ROWS; reason < TP_BAD_REASONS; ++reason)

@@ -330,7 +330,7 @@ public:
       const uint32_t seen = book_.events();
       for (uint32_t k = 0; k < core_.sizes.num_decoders; ++k)
         sweep(k);
-      for (const uint32_t slot : book_.posted())
+      for (const auto &[number, slot] : book_.posted())
         admit(slot);
       for (uint32_t row = 0; row < live_.size(); ++row)
         if (live_[row].is_there && is_aborted(live_[row].request) && random_.one_in(4))
