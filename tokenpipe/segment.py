@@ -148,6 +148,15 @@ class Mapping:
             raise FileNotFoundError(file_name)
         return cls(file_name, shared.fd)
 
+    @property
+    def has_its_name(self) -> bool:
+        """Whether the name is still this file's: by hand it may be removed, then another run's."""
+        try:
+            about = os.lstat(os.path.join(FOLDER, self.file_name))
+        except FileNotFoundError:
+            return False
+        return self.fd >= 0 and os.path.samestat(os.fstat(self.fd), about)
+
     def word(self, offset: int) -> int:
         """Returns the uint64 at `offset`."""
         return int(struct.unpack_from("<Q", self.memory, offset)[0])
@@ -380,7 +389,7 @@ class Segment:
         """Lets go of the segments; the creator also removes their files."""
         for mapping in (self._core, self._source):
             if mapping is not None:
-                if self._is_owner:
+                if self._is_owner and mapping.has_its_name:
                     unlink(mapping.file_name)
                 mapping.close()
         self._is_owner = False  # the name may be another run's from now on
@@ -464,6 +473,8 @@ class Leftover:
     num_bytes: int
     is_dead: bool
     why: str
+    is_foreign: bool = False
+    """Another user's: only he, or root, may say whether it is dead and remove it."""
 
 
 def leftovers(name: str | None = None) -> Iterator[Leftover]:
@@ -498,7 +509,8 @@ def _examine(file_name: str) -> Leftover | None:
     if not stat.S_ISREG(about.st_mode):
         return Leftover(file_name, 0, False, "not a regular file")
     if about.st_uid != os.geteuid():
-        return Leftover(file_name, about.st_size, False, f"belongs to uid {about.st_uid}")
+        why = f"belongs to uid {about.st_uid}"
+        return Leftover(file_name, about.st_size, False, why, is_foreign=True)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
