@@ -397,3 +397,17 @@ def test_reader_and_decoders_load_neither_numpy_nor_a_framework(unique_name: str
             mapped = {os.path.basename(m.path) for m in psutil.Process(pid).memory_maps()}
             assert not any(n.startswith(("_multiarray", "libpaddle", "libtorch")) for n in mapped)
             assert psutil.Process(pid).memory_info().rss < 60e6
+
+
+def test_rare_heartbeats_stretch_no_time_limit(unique_name: str) -> None:
+    rarely = {"heartbeat_interval_s": 10.0, "stall_timeout_s": 0, "abort_timeout_s": 0.1}
+    config = tp.PipelineConfig(name=unique_name, max_num_seqs=1, **rarely)
+    with tp.Pipeline(config) as pipe:
+        pipe.submit(request("a"))
+        with pytest.raises(tp.NoFreeRowError) as refused:
+            pipe.submit(request("b"), timeout_s=0.05)
+        assert refused.value.waited_s < 9, "it was looked at with the next heartbeat"
+        pipe.abort("a")  # nobody acknowledges, nobody reads the final
+        wait_until(lambda: pipe.status()["rows"]["live"] == 0, timeout_s=9)
+        assert [o.finish_reason for o in next(pipe.batches())] == ["abort"]
+    assert files_of(unique_name) == []

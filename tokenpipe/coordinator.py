@@ -21,7 +21,7 @@ from tokenpipe.health import HealthServer
 from tokenpipe.layout import PipelineState
 from tokenpipe.resources import Resources
 from tokenpipe.roles import Roles
-from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
+from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, leftovers, start_time
 from tokenpipe.sources import prepared_source
 from tokenpipe.status import View, judge, role_names
 from tokenpipe.stop import Stop, stop_on_signals
@@ -32,6 +32,10 @@ ROLE_INDEX = 0
 _NO_ROLE = 2**32 - 1
 _DELIVERY_GRACE_S = 1.5
 """After the drain's limit the client has so long to read the finals."""
+_LOOK_S = 0.1
+"""What has a time limit is looked at so often, at least."""
+_NAMED_AT_MOST = 10
+"""So many files of other users are named at the start."""
 _OWNER_LIMIT_S = 0.0
 """A drain that the owner's end begins waits for nobody: the client is the owner."""
 
@@ -55,6 +59,7 @@ def run(
         HealthServer(segment) as health,
         Children(config.name, config.log_level) as children,
     ):
+        _tell_of_foreign_segments()
         coordinator = Coordinator(segment, children, stop, health)
         try:
             if coordinator.start(owner_fd):
@@ -66,6 +71,17 @@ def run(
             raise
         finally:
             coordinator.close()
+
+
+def _tell_of_foreign_segments() -> None:
+    foreign = [found for found in leftovers() if found.is_foreign]
+    if foreign:
+        _log.info(
+            "%d segments (%d bytes) in /dev/shm are other users', who alone may remove them: %s",
+            len(foreign),
+            sum(found.num_bytes for found in foreign),
+            ", ".join(f"{found.file_name} {found.why}" for found in foreign[:_NAMED_AT_MOST]),
+        )
 
 
 class Coordinator:
@@ -143,8 +159,15 @@ class Coordinator:
         if self._drain_limit is not None and self._drain():
             return False
         self._judge()
-        self._book.wait(seen, self._config.heartbeat_interval_s)
+        self._book.wait(seen, self._patience_s)
         return True
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to sleep: what has a time limit is looked at in time, however rare the beats."""
+        interval_s = self._config.heartbeat_interval_s
+        is_timed = self._is_degraded or self._drain_limit is not None or self._resources.is_timed
+        return min(interval_s, _LOOK_S) if is_timed else interval_s
 
     def _look_at_writer(self) -> None:
         """An engine that died: what it had published is delivered, then its requests end."""

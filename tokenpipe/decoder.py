@@ -24,4 +24,4 @@ def run(name: str, index: int) -> None:
         pid = os.getpid()
         _native.announce_role(segment.core, 2 + index, pid, start_time(pid) or 0)
         while not stop.requested and not lifeline.is_cut():
-            decoder.run(_TURNS_PER_CALL, config.heartbeat_interval_s)
+            decoder.run(_TURNS_PER_CALL, lifeline.patience_s)

@@ -167,6 +167,11 @@ class Resources:
         """Blocks nobody owns."""
         return len(self._free_blocks)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything waits that has a time limit."""
+        return bool(self._timed or self._submits or self._growths or self._resumes)
+
     def _rebuild(self) -> None:
         """Derives every list from the segment, as a coordinator must that takes over."""
         for row, known in enumerate(_native.rows(self._core)):
