@@ -53,7 +53,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 6,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 7,    /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -354,9 +354,10 @@ typedef struct {
   uint32_t pid;   /* client, after it has the lock */
   uint32_t epoch; /* clients so far */
   uint64_t start_time;
-  uint64_t next_number; /* client: number of the next command */
-  uint64_t progress_ns; /* client: when it last released a frame */
-  uint8_t pad_[TP_LINE_BYTES - 32];
+  uint64_t next_number;      /* client: number of the next command */
+  uint64_t progress_ns;      /* client: when it last released a frame */
+  uint64_t unmatched_drafts; /* clients so far: rows of drafts whose target was not there */
+  uint8_t pad_[TP_LINE_BYTES - 40];
   tp_bell bell;
   tp_output output[TP_MAX_DECODERS];
 } tp_client;

@@ -4,7 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <memory>
+#include <system_error>
 
 #include "book.hpp"
 #include "client.hpp"
@@ -216,6 +220,14 @@ public:
       : info_(memory.request(true)), core_(info_.ptr, checked(info_)) {}
 
   [[nodiscard]] const tp::Core &core() const noexcept { return core_; }
+
+  // Lets this process only read the ring's slots, which are whole pages: a fault of its own cannot
+  // change what the others decode.
+  void protect_slots() const {
+    const uint64_t begin = core_.plan.slots, end = core_.plan.frames;
+    if (mprotect(&core_.at<char>(begin), end - begin, PROT_READ) != 0)
+      throw std::system_error(errno, std::generic_category(), "mprotect of the ring's slots");
+  }
 
 private:
   // Another process wrote the header: nothing of it is used before it makes sense as a whole.
@@ -594,6 +606,10 @@ public:
   [[nodiscard]] uint32_t command_state(uint32_t slot) const {
     return tp::observe(core_.command(slot).state);
   }
+  void count_unmatched_drafts(uint64_t rows) {
+    uint64_t &total = core_.client().unmatched_drafts;
+    tp::put(total, tp::get(total) + rows);
+  }
   void announce(uint32_t pid, uint64_t start) {
     tp_client &c = core_.client();
     tp::put(c.start_time, start);
@@ -909,8 +925,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        request_queue_time, request_prefill_time, request_decode_time,
                        request_inference_time, request_generation_tokens, request_token_ratio);
   PYBIND11_NUMPY_DTYPE(tp_output, released, pad_);
-  PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns, pad_, bell,
-                       output);
+  PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns,
+                       unmatched_drafts, pad_, bell, output);
   PYBIND11_NUMPY_DTYPE(tp_mark, from_sequence, word);
   PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, preprocess_end_ns,
                        inference_start_ns, max_tokens, num_emitted, prompt_tokens, num_eos,
@@ -1085,6 +1101,7 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<MappedCore>(m, "Core")
       .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
+      .def("protect_slots", &MappedCore::protect_slots)
       .def_property_readonly("sizes", [](const MappedCore &c) { return sizes_to(c.core().sizes); });
   py::class_<MappedSource>(m, "Source")
       .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
@@ -1179,6 +1196,7 @@ PYBIND11_MODULE(_native, m) {
       .def("free", &PyClient::free, "slot"_a)
       .def("ring", &PyClient::ring)
       .def("command_state", &PyClient::command_state, "slot"_a)
+      .def("count_unmatched_drafts", &PyClient::count_unmatched_drafts, "rows"_a)
       .def("announce", &PyClient::announce, "pid"_a, "start"_a)
       .def("committed", &PyClient::committed, "decoder"_a);
 

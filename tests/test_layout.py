@@ -37,6 +37,7 @@ DIGESTS = {
     1: "730f0e29399c474c0b69ba9c7d771655bfa83f238766457cb09c669a5378a2ce",
     5: "82b387e48224a410e72c84926e893be78fa903f30ece3dba1192b625ac6d8383",
     6: "77302f3b8630a70ba87e0c8601de4b38cef4822b14895c7addc04fdde1063511",
+    7: "79745c25f447415171035d4f85288e47ae97cb1cad291fe75c874c2c227f6ef2",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -270,6 +270,7 @@ def status_of(segment: Segment) -> dict[str, Any]:
             "blocked_s": round(int(view.source["blocked_ns"]) / 1e9, 6),
         },
         "client_pid": int(view.client["pid"]) if segment.is_locked(LOCK_CLIENT) else None,
+        "unmatched_drafts": int(view.client["unmatched_drafts"]),
         "counters": counters,
         "roles": roles,
         "segment": {
