@@ -787,6 +787,8 @@ def test_a_bad_argument_is_named_and_nothing_is_saved(stage: Stage, name: str) -
         ("rows", [1, 2], [0]),
         ("rows", [1, 2], np.array([0, 2**32])),
         ("rows", [1, 2], [0, 0.5]),
+        ("rows", [1, 1], [3, 3]),
+        ("rows", [1, 2, 3], [3, 0, 3]),
     ],
 )
 def test_a_stamp_is_not_bent_into_another(
@@ -795,6 +797,20 @@ def test_a_stamp_is_not_bent_into_another(
     with pytest.raises(tp.OpArgumentError) as caught:
         stage.engine.begin_step(generations, rows)
     assert caught.value.argument == argument
+
+
+def test_padded_rows_may_share_a_place(stage: Stage) -> None:
+    step = stage.engine.begin_step([0, 7, 0], rows=[1, 1, 1])
+    assert stage.save(np.array([4, 5, 6]), step=step)["tokens"].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("step", [5, [1, 1], (ONE, None), "step"])
+def test_what_is_no_step_is_named(stage: Stage, step: Any) -> None:
+    for save in (stage.engine.save_output, stage.engine.save_pooling):
+        with pytest.raises(tp.OpArgumentError, match=r"step is .*begin_step\(\)") as caught:
+            save(ONE, step=step)
+        assert caught.value.argument == "step"
+    assert stage.published == 0
 
 
 def test_a_refused_stamp_does_not_change_what_is_known_of_a_row(stage: Stage) -> None:

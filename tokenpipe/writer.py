@@ -78,8 +78,8 @@ class EngineWriter:
         """Returns the stamp of a batch that the scheduler has just composed.
 
         `generations` [n]: of the Admission that runs in each batch row, 0 for a padded row. `rows`
-        [n]: the pipeline's row of each; default 0 to n-1. A copy is kept: the step may be saved
-        when the scheduler's book has moved on (DESIGN section 5).
+        [n]: the pipeline's row of each, once; default 0 to n-1. A copy is kept: the step may be
+        saved when the scheduler's book has moved on (DESIGN section 5). Raises OpArgumentError.
         """
         self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
@@ -93,6 +93,8 @@ class EngineWriter:
             raise OpArgumentError(
                 "generations", f"generations has shape {stamp.shape}, must be [n]"
             )
+        if where is not None:
+            _refuse_a_row_twice(where, stamp)
         self._writer.note(where, stamp, len(stamp))
         return Step(stamp, where)
 
@@ -272,7 +274,7 @@ class EngineWriter:
         not ready is left out (`rows`) or has state 1.
         """
         if step is not None:
-            generations, rows = step.generations, step.rows
+            generations, rows = _parts(step)
         vectors = _tensor("vectors", _given("vectors", vectors))
         generations, rows = _tensor("generations", generations), _tensor("rows", rows)
         states = _tensor("states", states)
@@ -338,7 +340,7 @@ class EngineWriter:
         **more: Any,
     ) -> None:
         if step is not None:
-            generations, rows = step.generations, step.rows
+            generations, rows = _parts(step)
         elif generations is None:
             raise OpArgumentError("step", "give step= of begin_step(), or generations=")
         tokens = _tensor("tokens", _given("tokens", tokens))
@@ -424,6 +426,20 @@ def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
     if outside.size:
         raise OpArgumentError(name, f"{name} holds {outside.flat[0]}, must be 0 to 2**31 - 1")
     return given.astype(np.int32)
+
+
+def _parts(step: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+    if not isinstance(step, Step):
+        raise OpArgumentError("step", f"step is {step!r}, must be what begin_step() returned")
+    return step.generations, step.rows
+
+
+def _refuse_a_row_twice(rows: npt.NDArray[np.int32], generations: npt.NDArray[np.int32]) -> None:
+    """Of a row that stands twice in a step only the first token would count."""
+    seen, times = np.unique(rows[generations > 0], return_counts=True)
+    if (times > 1).any():
+        row = seen[times > 1][0]
+        raise OpArgumentError("rows", f"rows holds {row} twice, must name each running row once")
 
 
 def _events(found: list[tuple[int, int, int]]) -> Iterator[ControlEvent]:
