@@ -332,7 +332,7 @@ def test_a_killed_engine_leaves_a_prefix_and_one_error_final_each(
     unique_name: str, point: str
 ) -> None:
     config = tp.PipelineConfig(
-        name=unique_name, max_num_seqs=ROWS, num_decoders=2, abort_timeout_s=0.2
+        name=unique_name, max_num_seqs=ROWS, num_decoders=2, abort_timeout_s=600
     )
     with tp.Pipeline(config) as pipe:
         names = [f"r{i}" for i in range(ROWS)]

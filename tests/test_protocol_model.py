@@ -51,6 +51,9 @@ GOOD = {
     "drain-a-death": Scenario((1,), 0, commands=("drain",), kills=1, killable=("coordinator",)),
     "client-deaths": Scenario(tokens_a_step=1, client_deaths=2),
     "writer-death": Scenario(writer_dies=True, kills=1),
+    "writer-death-no-deadline": Scenario(
+        (1,), writer_dies=True, kills=1, killable=("coordinator",), has_deadline=False
+    ),
 }
 LARGE = {
     "preempt-resume": Scenario((1,), 0, commands=("preempt", "resume")),
@@ -70,6 +73,9 @@ LARGE = {
     "writer-death-while-aborted": Scenario(
         (1,), 0, commands=("abort",), writer_dies=True, kills=1, killable=("coordinator",)
     ),
+    "writer-death-while-preempted": Scenario(
+        (1,), 0, commands=("preempt", "resume"), writer_dies=True, has_deadline=False
+    ),
 }
 WRONG = {
     "turn_before_commit": Scenario(),
@@ -82,6 +88,9 @@ WRONG = {
     "old_acknowledgement": Scenario(commands=("abort",), unasked=True, has_deadline=False),
     "asked_again": Scenario((1,), commands=("abort", "abort"), has_deadline=False),
     "forgotten_before_ended": Scenario(writer_dies=True, kills=1),
+    "forgotten_before_let_go": Scenario(
+        (1,), 0, writer_dies=True, kills=1, killable=("coordinator",), has_deadline=False
+    ),
     "resumed_though_marked": Scenario(
         (1,), 0, commands=("preempt", "resume"), kills=1, killable=("coordinator",)
     ),
@@ -100,6 +109,7 @@ SYMPTOM = {
     "old_acknowledgement": "while the engine still runs it",
     "asked_again": "never comes back",
     "forgotten_before_ended": "has no final",
+    "forgotten_before_let_go": "never comes back",
     "resumed_though_marked": "while the engine still runs it",
     "reply_before_generation": "before its admission was seen",
     "source_released_first": "comes at",

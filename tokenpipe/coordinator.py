@@ -183,7 +183,7 @@ class Coordinator:
         if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
             _log.error("the engine's writer (pid %d) has died: its requests end", pid)
             # Ended first: who takes over from a coordinator killed here must see the dead writer.
-            self._resources.end_running(FinishReason.ERROR)
+            self._resources.end_all_of_a_dead_engine()
             _native.announce_writer(self._segment.source, 0, 0)
 
     def _writer_lives(self, pid: int) -> bool:
