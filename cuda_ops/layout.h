@@ -539,9 +539,10 @@ typedef struct {
   uint32_t owner_pid;
   uint32_t owner_namespace;
   char boot_id[40];
-  uint32_t gone; /* coordinator: 1 when the pipeline has ended for good */
-  uint32_t kind; /* TP_SOURCE_* */
-  uint8_t pad0_[TP_LINE_BYTES * 2 - 152];
+  uint32_t gone;  /* coordinator: 1 when the pipeline has ended for good */
+  uint32_t kind;  /* TP_SOURCE_* */
+  uint32_t owned; /* coordinator: 1 when the client owns it, and replaces it when it is killed */
+  uint8_t pad0_[TP_LINE_BYTES * 2 - 156];
   uint64_t published; /* writer: steps below it may be read; sysv: reader, messages received */
   uint8_t pad1_[TP_LINE_BYTES - 8];
   uint64_t released; /* reader: slots of steps below it may be written again */

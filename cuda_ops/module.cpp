@@ -505,6 +505,7 @@ public:
   }
   void beat(bool busy) { writer_.beat(busy); }
   [[nodiscard]] bool is_gone() const noexcept { return tp::observe(source_.head().gone) != 0; }
+  [[nodiscard]] bool is_owned() const noexcept { return tp::observe(source_.head().owned) != 0; }
   [[nodiscard]] uint64_t published() const noexcept { return writer_.published(); }
   [[nodiscard]] uint64_t saved_tokens() const noexcept { return writer_.saved_tokens(); }
 
@@ -762,6 +763,7 @@ public:
   void set_accepting(bool accepting) {
     tp::publish(core_.header().accepting, static_cast<uint32_t>(accepting));
   }
+  void set_owned(bool owned) { tp::publish(source_.head().owned, static_cast<uint32_t>(owned)); }
   // Ends every wait of the writer: the pipeline will not come back.
   void set_gone() {
     tp::publish(source_.head().gone, 1u);
@@ -950,8 +952,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
                        leftovers, key, id, is_created, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
-                       owner_pid, owner_namespace, boot_id, gone, kind, pad0_, published, pad1_,
-                       released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
+                       owner_pid, owner_namespace, boot_id, gone, kind, owned, pad0_, published,
+                       pad1_, released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
                        writer_start, beat_ns, busy, blocked_ns, pad3_, queue);
   return py::dict(
       "SIZES"_a = py::dtype::of<tp_sizes>(), "HEADER"_a = py::dtype::of<tp_header>(),
@@ -1169,6 +1171,7 @@ PYBIND11_MODULE(_native, m) {
       .def("poll", &PyWriter::poll)
       .def("beat", &PyWriter::beat, "busy"_a)
       .def_property_readonly("is_gone", &PyWriter::is_gone)
+      .def_property_readonly("is_owned", &PyWriter::is_owned)
       .def_property_readonly("published", &PyWriter::published)
       .def_property_readonly("saved_tokens", &PyWriter::saved_tokens);
 
@@ -1240,5 +1243,6 @@ PYBIND11_MODULE(_native, m) {
       .def("barrier_cursor", &PyBook::barrier_cursor)
       .def("set_health_port", &PyBook::set_health_port, "port"_a)
       .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
+      .def("set_owned", &PyBook::set_owned, "owned"_a)
       .def("set_gone", &PyBook::set_gone);
 }

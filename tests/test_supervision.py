@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, token_of
 
 import tokenpipe as tp
 from support import wait_until
+from tokenpipe import writer as writer_module
 from tokenpipe.segment import leftovers
 
 SERVE = [sys.executable, "-m", "tokenpipe", "serve"]
@@ -189,9 +190,15 @@ def test_health_names_a_dead_role_while_the_coordinator_lives(unique_name: str) 
         process.wait(30)
 
 
+def save_until_it_raises(engine: FakeEngine) -> None:
+    for _ in range(1000):  # some go into the source's ring
+        engine.step()
+
+
 def test_roles_end_when_the_coordinator_is_killed_and_the_client_gets_finals(
-    unique_name: str,
+    unique_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)  # the dead roles are word enough
     with serve(unique_name, "--orphan-grace-s=0.2") as (process, ready):
         pipe = tp.Pipeline.attach(unique_name)
         engine = FakeEngine(tp.EngineWriter.attach(unique_name), 8)
@@ -202,6 +209,8 @@ def test_roles_end_when_the_coordinator_is_killed_and_the_client_gets_finals(
         assert [o.finish_reason for o in outputs if o.finished] == ["error"]
         for pid in ready["pids"].values():
             wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+        with pytest.raises(tp.PipelineGoneError, match="coordinator has died"):
+            save_until_it_raises(engine)
         pipe.close()
         engine.writer.close()
         # Another run that starts just now may have swept them already.

@@ -22,7 +22,14 @@ from tokenpipe import writer as writer_module
 from tokenpipe.commands import Control
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import ExitCode
-from tokenpipe.segment import LOCK_WRITER, Segment
+from tokenpipe.segment import (
+    LOCK_CLIENT,
+    LOCK_DECODER,
+    LOCK_READER,
+    LOCK_WRITER,
+    Segment,
+    sweep,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -972,7 +979,7 @@ def test_a_blocked_save_ends_when_the_pipeline_does(stage: Stage) -> None:
 def test_a_blocked_save_ends_when_the_coordinator_has_died(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 0.0)
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)  # nobody is there to wait for
     fill(stage)
     saving = Saving(stage)
     assert saving.is_blocked, "while the coordinator lives, the ring is only full"
@@ -980,6 +987,38 @@ def test_a_blocked_save_ends_when_the_coordinator_has_died(
     saving.end()
     assert isinstance(saving.error, tp.PipelineGoneError)
     assert "coordinator" in saving.error.reason
+
+
+def test_a_blocked_save_waits_for_those_who_may_go_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roles wait for a new coordinator; an owner makes one. When the last of them is gone, it
+    ends."""
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)
+    looks: list[int] = []
+    real = Segment.is_locked
+    monkeypatch.setattr(
+        Segment, "is_locked", lambda self, byte: looks.append(byte) or real(self, byte)
+    )
+    others = {
+        party: Segment.attach(stage.segment.name)
+        for party in (LOCK_READER, LOCK_DECODER, LOCK_CLIENT)
+    }
+    assert all(other.lock(party) for party, other in others.items())
+    stage.book.set_owned(True)
+    fill(stage)
+    saving = Saving(stage)
+    for mapping in (stage.segment._core, stage.segment._source):
+        mapping.close()  # the coordinator is killed: its files stay
+    for party, other in others.items():
+        looks.clear()
+        wait_until(lambda party=party: looks.count(party) >= 2)
+        assert saving.is_blocked
+        other.close()
+    saving.end()
+    assert isinstance(saving.error, tp.PipelineGoneError)
+    stage.engine.close()
+    assert sweep(stage.segment.name) == 2
 
 
 def test_beat_tells_that_the_engine_is_busy_until_the_next_save(stage: Stage) -> None:

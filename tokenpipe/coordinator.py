@@ -118,6 +118,7 @@ class Coordinator:
         """Spawns the roles and returns True when each has beaten once, False when a stop was asked
         for meanwhile. Raises ChildBootError."""
         self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
+        self._book.set_owned(owner_fd is not None)
         self._watch = self._children.watch = Watch(self._book.ring, owner_fd)
         self._roles.start()
         while not self._roles.are_up:

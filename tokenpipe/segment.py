@@ -36,6 +36,7 @@ FOLDER = "/dev/shm"
 PREFIX = "tokenpipe."
 
 LOCK_COORDINATOR, LOCK_READER, LOCK_CLIENT, LOCK_WRITER, LOCK_DECODER = 0, 1, 2, 3, 16
+_LOCKS_OF_A_SOURCE = (LOCK_COORDINATOR, LOCK_READER, LOCK_WRITER)
 _ALL_LOCKS = (0, 4096)
 _SWEEP_LOCK = 4096
 
@@ -374,15 +375,22 @@ class Segment:
         return mapping.lock(byte)
 
     def is_locked(self, byte: int) -> bool:
-        """Returns whether the party of that lock lives."""
+        """Returns whether the party of that lock lives. Who maps the source alone asks the kernel
+        by the core's name for those that lock nothing else."""
+        if self._core is None and byte not in _LOCKS_OF_A_SOURCE:
+            try:
+                return _is_held(core_name(self.name), byte, 1)
+            except FileNotFoundError:
+                return False  # its creator is gone and has removed it
         mapping = self._source if byte == LOCK_WRITER or self._core is None else self._core
         assert mapping is not None
         return mapping.is_locked(byte)
 
     def has_roles(self) -> bool:
         """Returns whether the reader or a decoder still holds its lock."""
+        sizes = self.source.sizes if self._core is None else self.core.sizes
         return self.is_locked(LOCK_READER) or any(
-            self.is_locked(LOCK_DECODER + k) for k in range(self.config.num_decoders)
+            self.is_locked(LOCK_DECODER + k) for k in range(sizes["num_decoders"])
         )
 
     def close(self) -> None:
@@ -500,6 +508,17 @@ def leftovers(name: str | None = None) -> Iterator[Leftover]:
         yield found
 
 
+def _is_held(file_name: str, first: int, count: int) -> bool:
+    """Whether another open file holds one of these locks. Raises FileNotFoundError."""
+    path = os.path.join(FOLDER, file_name)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, first, count))
+        return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+    finally:
+        os.close(fd)
+
+
 def _examine(file_name: str) -> Leftover | None:
     path = os.path.join(FOLDER, file_name)
     try:
@@ -512,15 +531,10 @@ def _examine(file_name: str) -> Leftover | None:
         why = f"belongs to uid {about.st_uid}"
         return Leftover(file_name, about.st_size, False, why, is_foreign=True)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if _is_held(file_name, *_ALL_LOCKS):
+            return Leftover(file_name, about.st_size, False, "in use")
     except FileNotFoundError:
         return None
-    try:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, *_ALL_LOCKS))
-        if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
-            return Leftover(file_name, about.st_size, False, "in use")
-    finally:
-        os.close(fd)
     return Leftover(file_name, about.st_size, True, "no process holds it")
 
 

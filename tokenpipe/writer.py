@@ -22,11 +22,11 @@ from tokenpipe.errors import (
     WrongSourceError,
 )
 from tokenpipe.layout import SOURCE
-from tokenpipe.segment import LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
+from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
 
 _WAIT_S = 0.2
 _GONE_AFTER_S = 10.0
-"""A coordinator that is being replaced holds no lock for a moment; this is no such moment."""
+"""An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
 
 @dataclass(frozen=True)
@@ -365,13 +365,17 @@ class EngineWriter:
         while not self._writer.wait_for_space(_WAIT_S):
             if self._writer.is_gone:
                 raise PipelineGoneError(self._segment.name, "it has stopped")
-            if self._segment.is_locked(LOCK_COORDINATOR):
-                alone_since = None
+            if self._segment.is_locked(LOCK_COORDINATOR) or self._segment.has_roles():
+                alone_since = None  # roles wait for a new coordinator, or end
                 continue
             now = time.monotonic()
             alone_since = now if alone_since is None else alone_since
-            if now - alone_since > _GONE_AFTER_S:
+            if not self._may_come_back() or now - alone_since > _GONE_AFTER_S:
                 raise PipelineGoneError(self._segment.name, "its coordinator has died")
+
+    def _may_come_back(self) -> bool:
+        """Whether somebody is there who replaces a coordinator that was killed with its roles."""
+        return self._writer.is_owned and self._segment.is_locked(LOCK_CLIENT)
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
