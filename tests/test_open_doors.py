@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -15,13 +14,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
-import pytest
 from fake_engine import FakeEngine, token_of
 from inprocess import InProcess
 from test_supervision import SERVE, get, request, serve
 
 import tokenpipe as tp
-from support import SHM, wait_until
+from support import wait_until
 from tokenpipe.segment import core_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,27 +177,6 @@ def test_decoders_may_only_read_the_ring(unique_name: str) -> None:
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: pipe.pids["decoder-1"] not in (0, first))
         wait_until(lambda: read_only(pipe.pids["decoder-1"]) == [ring])
-
-
-def test_a_file_of_a_run_is_for_its_owner_alone_and_there_are_no_others(
-    unique_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B86: whatever the mask of whoever starts it."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    mask = os.umask(0)
-    try:
-        with serve(unique_name) as (process, ready):
-            files = {found.stat().st_ino for found in SHM.glob(f"tokenpipe.{unique_name}.*")}
-            assert len(files) == 2
-            for pid in (process.pid, *ready["pids"].values()):
-                for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                    about = descriptor.stat()
-                    if stat.S_ISREG(about.st_mode):
-                        assert about.st_ino in files, os.readlink(descriptor)
-                        assert stat.S_IMODE(about.st_mode) == 0o600
-            assert list(tmp_path.iterdir()) == []
-    finally:
-        os.umask(mask)
 
 
 def test_the_package_needs_little_and_says_why() -> None:
