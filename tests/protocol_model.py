@@ -10,12 +10,13 @@ a name of the model's own where the code has no point there (OWN). Private work 
 a store belong to the move of that store, but for the places where the order of loads matters: an
 engine looks at its control words before it saves, a decoder sees a slot before it loads admissions.
 
-Left out of `Pipeline`: weak memory order and sleeping (`Bell` has the latter; here a wait is a
-guard on the level that it waits for); growth; shields of a decode instance; prefill_done; drafts;
-bad input and slots that kill their decoder; clear; the restart budget; a kill of whoever posts
-commands (only the reading half of a client dies); the set of rows that a turn rewrites
-(here all rows of the decoder); loops without progress (only a state in which nothing can move is
-judged). A deadline may pass at any time once its wait has begun.
+Left out of `Pipeline`: a second writer (it waits until a dead one is forgotten); weak memory order
+and sleeping (`Bell` has the latter; here a wait is a guard on the level that it waits for); growth;
+shields of a decode instance; prefill_done; drafts; bad input and slots that kill their decoder;
+clear; the restart budget; a kill of whoever posts commands (only the reading half of a client
+dies); the set of rows that a turn rewrites (here all rows of the decoder); loops without progress
+(only a state in which nothing can move is judged). A deadline may pass at any time once its wait
+has begun.
 """
 
 from __future__ import annotations

@@ -902,6 +902,10 @@ def test_a_killed_writer_makes_room_for_the_next(unique_name: str) -> None:
             assert caught.value.pid == other.pid
             assert segment.is_locked(LOCK_WRITER)
             other.kill()
+        with pytest.raises(tp.PartyExistsError, match="it died, and its requests") as caught:
+            tp.EngineWriter.attach(unique_name, 0.0)
+        assert caught.value.pid == other.pid
+        _native.announce_writer(segment.source, 0, 0)  # the coordinator has ended its requests
         tp.EngineWriter.attach(unique_name).close()
 
 

@@ -34,6 +34,7 @@ _DELIVERY_GRACE_S = 1.5
 """After the drain's limit the client has so long to read the finals."""
 _LOOK_S = 0.1
 """What has a time limit is looked at so often, at least."""
+_LONGEST_SLEEP_S = 1.0
 _NAMED_AT_MOST = 10
 """So many files of other users are named at the start."""
 _OWNER_LIMIT_S = 0.0
@@ -165,8 +166,9 @@ class Coordinator:
 
     @property
     def _patience_s(self) -> float:
-        """How long to sleep: what has a time limit is looked at in time, however rare the beats."""
-        interval_s = self._config.heartbeat_interval_s
+        """How long to sleep: a death of the engine or the client rings no bell, and what has a time
+        limit is looked at in time, however rare the beats."""
+        interval_s = min(self._config.heartbeat_interval_s, _LONGEST_SLEEP_S)
         is_timed = self._is_degraded or self._drain_limit is not None or self._resources.is_timed
         return min(interval_s, _LOOK_S) if is_timed else interval_s
 

@@ -25,6 +25,7 @@ from tokenpipe.layout import SOURCE
 from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
 
 _WAIT_S = 0.2
+_LOOK_S = 0.005
 _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
@@ -69,10 +70,24 @@ class EngineWriter:
     def attach(cls, name: str, timeout_s: float = 10.0) -> EngineWriter:
         """Maps the source segment of pipeline `name`, waiting for it.
 
-        Raises SegmentMissingError, LayoutMismatchError, PartyExistsError (pid of the writer it
-        has).
+        After a writer that died it also waits until what that one saved is decoded and its requests
+        have been ended: they are not ours. Raises SegmentMissingError, LayoutMismatchError,
+        PartyExistsError (pid of the writer it has).
         """
-        return cls(Segment.attach_source(name, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        segment = Segment.attach_source(name, timeout_s)
+        source = np.frombuffer(segment.source_memory, SOURCE, 1)[0]
+        while (pid := int(source["writer_pid"])) and not segment.is_locked(LOCK_WRITER):
+            if time.monotonic() >= deadline:
+                segment.close()
+                raise PartyExistsError(
+                    name,
+                    "engine writer",
+                    pid,
+                    ": it died, and its requests have not been ended yet",
+                )
+            time.sleep(_LOOK_S)
+        return cls(segment)
 
     def begin_step(self, generations: Sequence[int] | npt.NDArray[Any], rows: Any = None) -> Step:
         """Returns the stamp of a batch that the scheduler has just composed.
