@@ -113,7 +113,7 @@ def test_who_is_held_back_waits_without_end_and_without_spinning(
             wait_until(lambda: time.monotonic() - begun >= hold_s, timeout_s=2 * hold_s + 20)
             held, cpu = time.monotonic() - begun, time.clock_gettime(clock) - cpu_begun
             assert thread.is_alive(), "the save has given up"
-            assert cpu < 0.2 * held, f"a blocked save has used {cpu:.2f} s in {held:.2f} s"
+            assert cpu < 0.05 * held, f"a blocked save has used {cpu:.2f} s in {held:.2f} s"
             if limits:
                 wait_until(lambda: pipe.health()["role"] == "client", describe=pipe.health)
             tokens: list[int] = []
@@ -184,7 +184,7 @@ def test_who_has_nothing_to_do_sleeps(unique_name: str) -> None:
             turns = after[name][0] - before[name][0]
             assert turns <= 2 * elapsed / interval_s + 4, f"{name}: {turns} turns"
         used = sum(after[n][1] - before[n][1] for n in after)
-        assert used < 0.3 * elapsed, f"{used:.2f} s of CPU time in {elapsed:.2f} s"
+        assert used < 0.1 * elapsed, f"{used:.2f} s of CPU time in {elapsed:.2f} s"
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(1000, marks=pytest.mark.full)])

@@ -58,11 +58,10 @@ with tp.Pipeline(config) as pipe, pipe.engine_writer() as writer:
     for i in range(4):
         engine.run(pipe.submit(tp.Request(f"r{{i}}", prompt_token_ids=[1])))
     print("up", pipe.pids["decoder-1"], flush=True)
-    while how != "idle":
+    while True:
         engine.step()
         for batch in pipe.batches(timeout_s=0):
             pass
-    sys.stdin.read()
 """
 
 
@@ -74,7 +73,6 @@ with tp.Pipeline(config) as pipe, pipe.engine_writer() as writer:
         ("busy", signal.SIGTERM),
         ("busy", signal.SIGINT),
         ("stuck", signal.SIGKILL),  # a decoder that answers nobody
-        ("idle", signal.SIGINT),
     ],
 )
 def test_nothing_outlives_the_launcher(unique_name: str, how: str, signum: signal.Signals) -> None:
@@ -363,7 +361,7 @@ def test_a_zombie_is_dead(unique_name: str) -> None:
             os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(100, marks=pytest.mark.full)])
 def test_pipelines_that_come_and_go_leave_nothing_in_their_process(rounds: int) -> None:
     """B30: descriptors, threads, children and mappings are as before."""
 

@@ -126,7 +126,7 @@ def test_a_pickle_is_bytes_like_any_other(unique_name: str, tmp_path: Path) -> N
                 connection.sendall(head + (length if head else b"") + text)
         steps_arrive(pipe, writer, "after")
         assert not marker.exists()
-    for variable in ("TOKENPIPE_NAME", "TOKENPIPE_RING_SLOTS", "TOKENPIPE_HEALTH_HOST"):
+    for variable in ("TOKENPIPE_NAME", "TOKENPIPE_RING_SLOTS"):
         environment = {**os.environ, variable: text.decode()}
         ended = subprocess.run(SERVE, env=environment, capture_output=True, timeout=60)
         assert ended.returncode == tp.ExitCode.BAD_CONFIG
