@@ -93,7 +93,7 @@ def bomb(marker: Path) -> bytes:
     return text
 
 
-def test_a_pickle_is_bytes_like_any_other(unique_name: str, tmp_path: Path) -> None:
+def test_a_pickle_is_bytes_like_any_other(unique_name: str) -> None:
     """B84: through every door, and nothing unpickles it."""
     marker = Path("/tmp") / unique_name  # short: the whole bomb has to fit a request id
     text = bomb(marker)
