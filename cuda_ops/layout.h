@@ -356,9 +356,10 @@ typedef struct {
   uint32_t pid;   /* client, after it has the lock */
   uint32_t epoch; /* clients so far */
   uint64_t start_time;
-  uint64_t next_number; /* client: number of the next command */
-  uint64_t progress_ns; /* client: when it last released a frame */
-  uint8_t pad_[TP_LINE_BYTES - 32];
+  uint64_t next_number;      /* client: number of the next command */
+  uint64_t progress_ns;      /* client: when it last released a frame */
+  uint64_t unmatched_drafts; /* clients so far: rows of drafts whose target was not there */
+  uint8_t pad_[TP_LINE_BYTES - 40];
   tp_bell bell;
   tp_output output[TP_MAX_DECODERS];
 } tp_client;
@@ -544,9 +545,10 @@ typedef struct {
   uint32_t owner_pid;
   uint32_t owner_namespace;
   char boot_id[40];
-  uint32_t gone; /* coordinator: 1 when the pipeline has ended for good */
-  uint32_t kind; /* TP_SOURCE_* */
-  uint8_t pad0_[TP_LINE_BYTES * 2 - 152];
+  uint32_t gone;  /* coordinator: 1 when the pipeline has ended for good */
+  uint32_t kind;  /* TP_SOURCE_* */
+  uint32_t owned; /* coordinator: 1 when the client owns it, and replaces it when it is killed */
+  uint8_t pad0_[TP_LINE_BYTES * 2 - 156];
   uint64_t published; /* writer: steps below it may be read; sysv: reader, messages received */
   uint8_t pad1_[TP_LINE_BYTES - 8];
   uint64_t released; /* reader: slots of steps below it may be written again */

@@ -4,7 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <sys/mman.h>
+
+#include <cerrno>
 #include <memory>
+#include <system_error>
 
 #include "book.hpp"
 #include "client.hpp"
@@ -216,6 +220,14 @@ public:
       : info_(memory.request(true)), core_(info_.ptr, checked(info_)) {}
 
   [[nodiscard]] const tp::Core &core() const noexcept { return core_; }
+
+  // Lets this process only read the ring's slots, which are whole pages: a fault of its own cannot
+  // change what the others decode.
+  void protect_slots() const {
+    const uint64_t begin = core_.plan.slots, end = core_.plan.frames;
+    if (mprotect(&core_.at<char>(begin), end - begin, PROT_READ) != 0)
+      throw std::system_error(errno, std::generic_category(), "mprotect of the ring's slots");
+  }
 
 private:
   // Another process wrote the header: nothing of it is used before it makes sense as a whole.
@@ -493,6 +505,7 @@ public:
   }
   void beat(bool busy) { writer_.beat(busy); }
   [[nodiscard]] bool is_gone() const noexcept { return tp::observe(source_.head().gone) != 0; }
+  [[nodiscard]] bool is_owned() const noexcept { return tp::observe(source_.head().owned) != 0; }
   [[nodiscard]] uint64_t published() const noexcept { return writer_.published(); }
   [[nodiscard]] uint64_t saved_tokens() const noexcept { return writer_.saved_tokens(); }
 
@@ -593,6 +606,10 @@ public:
   }
   [[nodiscard]] uint32_t command_state(uint32_t slot) const {
     return tp::observe(core_.command(slot).state);
+  }
+  void count_unmatched_drafts(uint64_t rows) {
+    uint64_t &total = core_.client().unmatched_drafts;
+    tp::put(total, tp::get(total) + rows);
   }
   void announce(uint32_t pid, uint64_t start) {
     tp_client &c = core_.client();
@@ -748,6 +765,7 @@ public:
   void set_accepting(bool accepting) {
     tp::publish(core_.header().accepting, static_cast<uint32_t>(accepting));
   }
+  void set_owned(bool owned) { tp::publish(source_.head().owned, static_cast<uint32_t>(owned)); }
   // Ends every wait of the writer: the pipeline will not come back.
   void set_gone() {
     tp::publish(source_.head().gone, 1u);
@@ -911,8 +929,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        request_queue_time, request_prefill_time, request_decode_time,
                        request_inference_time, request_generation_tokens, request_token_ratio);
   PYBIND11_NUMPY_DTYPE(tp_output, released, pad_);
-  PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns, pad_, bell,
-                       output);
+  PYBIND11_NUMPY_DTYPE(tp_client, pid, epoch, start_time, next_number, progress_ns,
+                       unmatched_drafts, pad_, bell, output);
   PYBIND11_NUMPY_DTYPE(tp_mark, from_sequence, word);
   PYBIND11_NUMPY_DTYPE(tp_admission, command_number, from_sequence, arrival_ns, preprocess_end_ns,
                        inference_start_ns, max_tokens, num_emitted, prompt_tokens, num_eos,
@@ -938,8 +956,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
                        leftovers, key, id, is_created, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
-                       owner_pid, owner_namespace, boot_id, gone, kind, pad0_, published, pad1_,
-                       released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
+                       owner_pid, owner_namespace, boot_id, gone, kind, owned, pad0_, published,
+                       pad1_, released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
                        writer_start, beat_ns, busy, blocked_ns, pad3_, queue);
   return py::dict(
       "SIZES"_a = py::dtype::of<tp_sizes>(), "HEADER"_a = py::dtype::of<tp_header>(),
@@ -1089,6 +1107,7 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<MappedCore>(m, "Core")
       .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
+      .def("protect_slots", &MappedCore::protect_slots)
       .def_property_readonly("sizes", [](const MappedCore &c) { return sizes_to(c.core().sizes); });
   py::class_<MappedSource>(m, "Source")
       .def(py::init<py::buffer>(), "memory"_a, py::keep_alive<1, 2>())
@@ -1156,6 +1175,7 @@ PYBIND11_MODULE(_native, m) {
       .def("poll", &PyWriter::poll)
       .def("beat", &PyWriter::beat, "busy"_a)
       .def_property_readonly("is_gone", &PyWriter::is_gone)
+      .def_property_readonly("is_owned", &PyWriter::is_owned)
       .def_property_readonly("published", &PyWriter::published)
       .def_property_readonly("saved_tokens", &PyWriter::saved_tokens);
 
@@ -1183,6 +1203,7 @@ PYBIND11_MODULE(_native, m) {
       .def("free", &PyClient::free, "slot"_a)
       .def("ring", &PyClient::ring)
       .def("command_state", &PyClient::command_state, "slot"_a)
+      .def("count_unmatched_drafts", &PyClient::count_unmatched_drafts, "rows"_a)
       .def("announce", &PyClient::announce, "pid"_a, "start"_a)
       .def("committed", &PyClient::committed, "decoder"_a);
 
@@ -1226,5 +1247,6 @@ PYBIND11_MODULE(_native, m) {
       .def("barrier_cursor", &PyBook::barrier_cursor)
       .def("set_health_port", &PyBook::set_health_port, "port"_a)
       .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
+      .def("set_owned", &PyBook::set_owned, "owned"_a)
       .def("set_gone", &PyBook::set_gone);
 }

@@ -10,12 +10,13 @@ a name of the model's own where the code has no point there (OWN). Private work 
 a store belong to the move of that store, but for the places where the order of loads matters: an
 engine looks at its control words before it saves, a decoder sees a slot before it loads admissions.
 
-Left out of `Pipeline`: weak memory order and sleeping (`Bell` has the latter; here a wait is a
-guard on the level that it waits for); growth; shields of a decode instance; prefill_done; drafts;
-bad input and slots that kill their decoder; clear; the restart budget; a kill of whoever posts
-commands (only the reading half of a client dies); the set of rows that a turn rewrites
-(here all rows of the decoder); loops without progress (only a state in which nothing can move is
-judged). A deadline may pass at any time once its wait has begun.
+Left out of `Pipeline`: a second writer (it waits until a dead one is forgotten); weak memory order
+and sleeping (`Bell` has the latter; here a wait is a guard on the level that it waits for); growth;
+shields of a decode instance; prefill_done; drafts; bad input and slots that kill their decoder;
+clear; the restart budget; a kill of whoever posts commands (only the reading half of a client
+dies); the set of rows that a turn rewrites (here all rows of the decoder); loops without progress
+(only a state in which nothing can move is judged). A deadline may pass at any time once its wait
+has begun.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ NOT_MODELLED = {
     "client.before_release": "nothing is stored between the hand-over and here",
     "grow.blocks_owned": "growth is left out",
     "grow.chained": "growth is left out",
+    **dict.fromkeys(
+        ("reader.word_cleared", "reader.claim_stored", "reader.received", "barrier.number_stored"),
+        "of a queue: queue_model.py",
+    ),
+    **dict.fromkeys(
+        ("reader.barrier_cursor_stored", "reader.barrier_met"), "of a queue: queue_model.py"
+    ),
 }
 """Fault points that no move has, and why."""
 
@@ -83,6 +91,7 @@ BAD = {
     "generation_before_fields": "a generation is published before the fields of its admission",
     "old_acknowledgement": "an acknowledgement counts that was saved before the engine was told",
     "forgotten_before_ended": "a dead writer is forgotten before its requests are marked",
+    "forgotten_before_let_go": "a dead writer is forgotten before its rows are let go of",
     "asked_again": "an end that is asked for again does not count the answer to the first asking",
     "resumed_though_marked": "a row whose end is asked for already is resumed",
     "reply_before_generation": "submit is answered before the generation is published",
@@ -644,11 +653,16 @@ class Pipeline:
         if running and not s["accepting"]:
             yield [op for row in running for op in self.ending(s, row, SHUTDOWN)]
         if s["engine"] == "dead" and s["writer_pid"] and self.is_drained(s):
-            marks = [op for row in running for op in self.ending(s, row, ERROR)]
+            held = [row for row in range(o.rows) if s["admitted"][row] != s["freed"][row]]
+            let_go = [("phase", "preempt.done", row, PREEMPTED) for row in held]
+            as_let_go = s | {"phase": (PREEMPTED,) * o.rows}
+            marks = [op for row in running for op in self.ending(as_let_go, row, ERROR)]
             if o.bad == "forgotten_before_ended":
-                yield [("forget",), *marks]
+                yield [*let_go, ("forget",), *marks]
+            elif o.bad == "forgotten_before_let_go":
+                yield [*marks, ("forget",), *let_go]
             else:
-                yield [*marks, ("forget",)]
+                yield [*let_go, *marks, ("forget",)]
         if s["command"][1] == "posted":
             yield from self.command_jobs(s, o.commands[s["command"][0]])
 
@@ -789,7 +803,7 @@ class Pipeline:
         known, request = self.progress(s, row), s["fields"][row][2]
         if known[0] != generation or not known[2]:
             raise Violation(f"row {row} is freed before its end is committed")
-        is_away = s["let_go"][request] or s["made"][request] < 0
+        is_away = s["let_go"][request] or s["made"][request] < 0 or s["engine"] == "dead"
         if known[2] in (ABORT, ERROR) and is_acknowledged and not is_away:
             raise Violation(f"row {row} is freed while the engine still runs it")
         s["freed"] = swap(s["freed"], row, generation)

@@ -63,11 +63,12 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("config.py", "children.py")),
     (("prometheus_client",), ("metrics.py", "health.py")),
     (("http.server", "socket", "socketserver"), ("health.py", "sources/", "demo/")),
+    # Its queues and pipes unpickle, its children import the user's main module again, its locks
+    # outlive who held them; a semaphore does, too.
+    (("multiprocessing", "posix_ipc.Semaphore"), ()),
     # Nothing received is unpickled or evaluated.
     (("pickle", "_pickle", "pickletools", "copyreg", "marshal", "shelve", "dbm"), ()),
     (("dill", "cloudpickle", "joblib", "jsonpickle"), ()),
-    # It pickles what it sends, and unpickles what it receives.
-    (("multiprocessing",), ()),
     (("yaml.load", "yaml.unsafe_load", "yaml.full_load"), ()),
     (("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__"), ()),
     (("importlib", "runpy", "code", "codeop"), ("__init__.py",)),
@@ -77,6 +78,9 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 MEMORY_ORDER = re.compile(r"memory_order\w*|atomic_ref|atomic_thread_fence|__(?:atomic|sync)_\w+")
+LOCK = re.compile(
+    r"\b(?:pthread_(?:mutex|rwlock|cond|spin|barrier)\w*|sem_\w+|\w*mutex|\w+_lock|atomic_flag)\b"
+)
 MEMORY_ORDER_HOME = "cuda_ops/atomics.hpp"
 
 SYNC_POINT = re.compile(r"SYNC POINT:\s*(?P<label>.+?)\s+-\s+(?P<what>.*)")
@@ -256,6 +260,15 @@ def memory_orders(root: Path) -> Iterator[str]:
                 yield at(root, path, number, f"{found[0]} belongs to {MEMORY_ORDER_HOME}")
 
 
+def no_locks(root: Path) -> Iterator[str]:
+    """Who is killed with a lock in shared memory in his hand blocks all others for ever."""
+    for path in source_files(root, "cuda_ops", suffixes=CPP):
+        code = CPP_COMMENT.sub(lambda m: "\n" * m[0].count("\n"), path.read_text(encoding="utf-8"))
+        for number, line in enumerate(code.splitlines(), 1):
+            if found := LOCK.search(line):
+                yield at(root, path, number, f"{found[0]}: there is no lock in the path")
+
+
 def sync_points(root: Path) -> Iterator[str]:
     sides: dict[str, list[set[str]]] = {}
     for path in source_files(root, "cuda_ops", suffixes=CPP):
@@ -350,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     no_shell,
     pickle_in_cpp,
     memory_orders,
+    no_locks,
     sync_points,
     swallowed_exceptions,
     open_ends,
@@ -389,6 +403,9 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (only_here, "tokenpipe/reader.py", "import signal\nsignal.signal(15, print)"),
     (only_here, "tokenpipe/reader.py", "from signal import signal as handle"),
     (only_here, "tokenpipe/reader.py", "import argparse"),
+    (only_here, "tokenpipe/children.py", "import multiprocessing"),
+    (only_here, "tokenpipe/keeper.py", "from multiprocessing import Queue"),
+    (only_here, "tokenpipe/segment.py", "import posix_ipc\nposix_ipc.Semaphore('/x')"),
     (only_here, "tokenpipe/reader.py", "import sys\nsys.exit(1)"),
     (only_here, "tokenpipe/reader.py", "print('x')"),
     (only_here, "tokenpipe/reader.py", "import os\nos.environ['X'] = '1'"),
@@ -418,6 +435,10 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (memory_orders, "cuda_ops/module.cpp", "std::atomic_ref<int> r(x);"),
     (memory_orders, "cuda_ops/ring.hpp", "/* c */ std::atomic_thread_fence(order);"),
     (memory_orders, "cuda_ops/ring.hpp", "__atomic_load_n(&x, 0);"),
+    (no_locks, "cuda_ops/ring.hpp", "pthread_mutex_lock(&header.lock);"),
+    (no_locks, "cuda_ops/ring.hpp", "std::mutex all;"),
+    (no_locks, "cuda_ops/ring.hpp", "sem_wait(&slots);"),
+    (no_locks, "cuda_ops/ring.hpp", "const std::scoped_lock hold(all);"),
     (sync_points, "cuda_ops/ring.hpp", "// SYNC POINT: slot - release: the slot\n"),
     (sync_points, "cuda_ops/ring.hpp", "// SYNC POINT: slot - acquire: the slot\n" * 2),
     (sync_points, "cuda_ops/ring.hpp", "// SYNC POINT: slot - acquire and release\n"),

@@ -409,19 +409,22 @@ with tp.EngineWriter.attach(name) as writer:
 """
 
 
+ENGINE_COMMAND = [sys.executable, "-c", ENGINE]
+
+
 @pytest.mark.parametrize("point", ["writer.filled", "writer.published"])
 def test_a_killed_engine_leaves_a_prefix_and_one_error_final_each(
     unique_name: str, point: str
 ) -> None:
     config = tp.PipelineConfig(
-        name=unique_name, max_num_seqs=ROWS, num_decoders=2, abort_timeout_s=0.2
+        name=unique_name, max_num_seqs=ROWS, num_decoders=2, abort_timeout_s=600
     )
     with tp.Pipeline(config) as pipe:
         names = [f"r{i}" for i in range(ROWS)]
         for name in names:
             pipe.submit(tp.Request(name, prompt_token_ids=[1]))
         here = str(Path(__file__).parent)
-        engine = [sys.executable, "-c", ENGINE, unique_name, point, "9", ",".join(names), here]
+        engine = [*ENGINE_COMMAND, unique_name, point, "9", ",".join(names), here]
         assert subprocess.run(engine).returncode == -signal.SIGKILL
         saved = 9 if point == "writer.published" else 8
         got: dict[str, list[int]] = {name: [] for name in names}
@@ -439,6 +442,30 @@ def test_a_killed_engine_leaves_a_prefix_and_one_error_final_each(
         wait_until(lambda: pipe.status()["rows"]["live"] == 0, describe=pipe.status)
         with pipe.engine_writer() as successor:  # the next engine may attach
             assert successor.num_steps == saved
+
+
+def test_an_engine_that_comes_at_once_takes_over_no_request_of_the_dead_one(
+    unique_name: str,
+) -> None:
+    config = tp.PipelineConfig(name=unique_name, max_num_seqs=ROWS, abort_timeout_s=600)
+    with tp.Pipeline(config) as pipe:
+        names = [f"r{i}" for i in range(ROWS)]
+        for name in names:
+            pipe.submit(tp.Request(name, prompt_token_ids=[1]))
+        here = str(Path(__file__).parent)
+        command = [*ENGINE_COMMAND, unique_name, "writer.filled", "3", ",".join(names), here]
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+        with pipe.engine_writer() as writer:
+            admission = pipe.submit(tp.Request("new", prompt_token_ids=[1], max_tokens=1))
+            stamp = np.zeros(ROWS, np.int32)
+            stamp[admission.row] = admission.generation
+            writer.save_output(np.arange(ROWS), generations=stamp)
+            ends: dict[str, str | None] = {}
+            for batch in pipe.batches(timeout_s=60):
+                ends.update({o.request_id: o.finish_reason for o in batch if o.finished})
+                if len(ends) == ROWS + 1:
+                    break
+        assert ends == {**dict.fromkeys(names, "error"), "new": "length"}
 
 
 def test_a_slot_that_kills_its_decoder_twice_is_skipped(

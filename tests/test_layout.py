@@ -37,7 +37,7 @@ DIGESTS = {
     1: "730f0e29399c474c0b69ba9c7d771655bfa83f238766457cb09c669a5378a2ce",
     5: "82b387e48224a410e72c84926e893be78fa903f30ece3dba1192b625ac6d8383",
     6: "a7a5e027a406278adf1ee9d2dac90034a14a3283fa4b57e8bedee54288144f27",
-    7: "4d7f06ab781637066c8733a0f5c1b32b626fb3b96ac107d5cb9deb167b7e9bc4",
+    7: "6c4255b484f6af5140144b1b0ac048e39f47d96529c48d203cb27476bc66cda0",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import queue_model
 from protocol_model import (
     BAD,
     BELL_BAD,
@@ -51,6 +52,9 @@ GOOD = {
     "drain-a-death": Scenario((1,), 0, commands=("drain",), kills=1, killable=("coordinator",)),
     "client-deaths": Scenario(tokens_a_step=1, client_deaths=2),
     "writer-death": Scenario(writer_dies=True, kills=1),
+    "writer-death-no-deadline": Scenario(
+        (1,), writer_dies=True, kills=1, killable=("coordinator",), has_deadline=False
+    ),
 }
 LARGE = {
     "preempt-resume": Scenario((1,), 0, commands=("preempt", "resume")),
@@ -70,6 +74,9 @@ LARGE = {
     "writer-death-while-aborted": Scenario(
         (1,), 0, commands=("abort",), writer_dies=True, kills=1, killable=("coordinator",)
     ),
+    "writer-death-while-preempted": Scenario(
+        (1,), 0, commands=("preempt", "resume"), writer_dies=True, has_deadline=False
+    ),
 }
 WRONG = {
     "turn_before_commit": Scenario(),
@@ -82,6 +89,9 @@ WRONG = {
     "old_acknowledgement": Scenario(commands=("abort",), unasked=True, has_deadline=False),
     "asked_again": Scenario((1,), commands=("abort", "abort"), has_deadline=False),
     "forgotten_before_ended": Scenario(writer_dies=True, kills=1),
+    "forgotten_before_let_go": Scenario(
+        (1,), 0, writer_dies=True, kills=1, killable=("coordinator",), has_deadline=False
+    ),
     "resumed_though_marked": Scenario(
         (1,), 0, commands=("preempt", "resume"), kills=1, killable=("coordinator",)
     ),
@@ -100,6 +110,7 @@ SYMPTOM = {
     "old_acknowledgement": "while the engine still runs it",
     "asked_again": "never comes back",
     "forgotten_before_ended": "has no final",
+    "forgotten_before_let_go": "never comes back",
     "resumed_though_marked": "while the engine still runs it",
     "reply_before_generation": "before its admission was seen",
     "source_released_first": "comes at",
@@ -155,6 +166,34 @@ def test_a_lost_wake_up_is_found(bad: str) -> None:
     assert "asleep" in walk.violation
 
 
+@pytest.mark.parametrize(
+    "bounds", [{}, {"strays": 3, "kills": 1}, {"tokens": 3, "strays": 1}, {"kills": 0}]
+)
+def test_the_queue_of_a_source_holds(bounds: dict[str, int]) -> None:
+    walk = explore(queue_model.Queue(**bounds))
+    assert walk.violation is None, walk.trace
+    assert walk.ends
+
+
+QUEUE_SYMPTOM = {
+    "no_claim": "comes at position|is delivered|is dropped",
+    "word_not_cleared": "comes at position|is delivered|is dropped",
+    "claim_before_clear": "comes at position|is delivered|is dropped",
+    "number_after_send": "is dropped",
+    "let_go_first": "is dropped",
+    "barrier_after_reply": "is dropped",
+    "from_cursor": "nobody's is delivered",
+    "choice_without_barrier": "nobody's is delivered",
+}
+
+
+@pytest.mark.parametrize("bad", queue_model.BAD)
+def test_a_mistake_about_the_queue_is_found(bad: str) -> None:
+    walk = explore(queue_model.Queue(bad=bad))
+    assert walk.violation is not None
+    assert re.search(QUEUE_SYMPTOM[bad], walk.violation), walk.violation
+
+
 def fault_points() -> set[str]:
     named = re.compile(r'fault::point\("([^"]+)"\)')
     files = [*CUDA_OPS.glob("*.hpp"), *CUDA_OPS.glob("*.cpp")]
@@ -177,3 +216,6 @@ def test_every_named_store_is_a_move_that_happens() -> None:
         explore(Pipeline(Scenario(writer_dies=True))),
     ]
     assert frozenset().union(*(walk.labels for walk in walks)) == POINTS | set(OWN)
+    queue = explore(queue_model.Queue())
+    assert queue.labels == queue_model.POINTS | set(queue_model.OWN)
+    assert fault_points() >= queue_model.POINTS

@@ -1015,6 +1015,40 @@ def test_an_abort_and_an_error_of_a_preempted_request_wait_for_nothing(
     assert pipe.is_back(a)
 
 
+@pytest.mark.parametrize("was", ["running", "aborted", "aborting", "preempting", "preempted"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_no_row_waits_for_an_engine_that_is_dead(pipe: Driven, was: str, is_replaced: bool) -> None:
+    a = pipe.begin("a", num_blocks=3)
+    if was in ("aborted", "aborting"):
+        pipe.ask(CommandKind.ABORT, id="a")
+        if was == "aborted":
+            pipe.go()
+    elif was != "running":
+        pipe.ask(CommandKind.PREEMPT, id="a")
+        if was == "preempted":
+            pipe.acknowledge(a)
+    assert not pipe.is_back(a)
+    pipe.resources.end_all_of_a_dead_engine()
+    if is_replaced:
+        pipe.restart_coordinator()
+    pipe.go()
+    assert pipe.is_back(a)
+    assert pipe.resources.totals.reclaimed_by_timeout == 0
+    pipe.check_all_is_free()
+
+
+def test_what_a_dead_engine_had_handed_over_still_waits_for_the_cache() -> None:
+    with Driven(role="prefill") as pipe:
+        a = pipe.begin("a", disaggregate_info={"role": "prefill"})
+        pipe.save((a.row, a.generation), tokens=[EOS])
+        pipe.go()
+        pipe.resources.end_all_of_a_dead_engine()
+        pipe.go()
+        assert not pipe.is_back(a), "its blocks are still being sent"
+        pipe.ask(CommandKind.PREFILL_DONE, row=a.row, generation=a.generation)
+        assert pipe.is_back(a)
+
+
 def test_a_prefill_instances_row_waits_for_prefill_done() -> None:
     with Driven(role="prefill") as pipe:
         a = pipe.begin("a", num_blocks=3, disaggregate_info={})

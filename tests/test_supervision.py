@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, token_of
 
 import tokenpipe as tp
 from support import wait_until
+from tokenpipe import writer as writer_module
 from tokenpipe.segment import leftovers
 
 SERVE = [sys.executable, "-m", "tokenpipe", "serve"]
@@ -189,9 +190,15 @@ def test_health_names_a_dead_role_while_the_coordinator_lives(unique_name: str) 
         process.wait(30)
 
 
+def save_until_it_raises(engine: FakeEngine) -> None:
+    for _ in range(1000):  # some go into the source's ring
+        engine.step()
+
+
 def test_roles_end_when_the_coordinator_is_killed_and_the_client_gets_finals(
-    unique_name: str,
+    unique_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)  # the dead roles are word enough
     with serve(unique_name, "--orphan-grace-s=0.2") as (process, ready):
         pipe = tp.Pipeline.attach(unique_name)
         engine = FakeEngine(tp.EngineWriter.attach(unique_name), 8)
@@ -202,6 +209,8 @@ def test_roles_end_when_the_coordinator_is_killed_and_the_client_gets_finals(
         assert [o.finish_reason for o in outputs if o.finished] == ["error"]
         for pid in ready["pids"].values():
             wait_until(lambda pid=pid: not psutil.pid_exists(pid))
+        with pytest.raises(tp.PipelineGoneError, match="coordinator has died"):
+            save_until_it_raises(engine)
         pipe.close()
         engine.writer.close()
         # Another run that starts just now may have swept them already.
@@ -397,3 +406,17 @@ def test_reader_and_decoders_load_neither_numpy_nor_a_framework(unique_name: str
             mapped = {os.path.basename(m.path) for m in psutil.Process(pid).memory_maps()}
             assert not any(n.startswith(("_multiarray", "libpaddle", "libtorch")) for n in mapped)
             assert psutil.Process(pid).memory_info().rss < 60e6
+
+
+def test_rare_heartbeats_stretch_no_time_limit(unique_name: str) -> None:
+    rarely = {"heartbeat_interval_s": 10.0, "stall_timeout_s": 0, "abort_timeout_s": 0.1}
+    config = tp.PipelineConfig(name=unique_name, max_num_seqs=1, **rarely)
+    with tp.Pipeline(config) as pipe:
+        pipe.submit(request("a"))
+        with pytest.raises(tp.NoFreeRowError) as refused:
+            pipe.submit(request("b"), timeout_s=0.05)
+        assert refused.value.waited_s < 9, "it was looked at with the next heartbeat"
+        pipe.abort("a")  # nobody acknowledges, nobody reads the final
+        wait_until(lambda: pipe.status()["rows"]["live"] == 0, timeout_s=9)
+        assert [o.finish_reason for o in next(pipe.batches())] == ["abort"]
+    assert files_of(unique_name) == []

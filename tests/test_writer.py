@@ -22,7 +22,14 @@ from tokenpipe import writer as writer_module
 from tokenpipe.commands import Control
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import ExitCode
-from tokenpipe.segment import LOCK_WRITER, Segment
+from tokenpipe.segment import (
+    LOCK_CLIENT,
+    LOCK_DECODER,
+    LOCK_READER,
+    LOCK_WRITER,
+    Segment,
+    sweep,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -787,6 +794,8 @@ def test_a_bad_argument_is_named_and_nothing_is_saved(stage: Stage, name: str) -
         ("rows", [1, 2], [0]),
         ("rows", [1, 2], np.array([0, 2**32])),
         ("rows", [1, 2], [0, 0.5]),
+        ("rows", [1, 1], [3, 3]),
+        ("rows", [1, 2, 3], [3, 0, 3]),
     ],
 )
 def test_a_stamp_is_not_bent_into_another(
@@ -795,6 +804,20 @@ def test_a_stamp_is_not_bent_into_another(
     with pytest.raises(tp.OpArgumentError) as caught:
         stage.engine.begin_step(generations, rows)
     assert caught.value.argument == argument
+
+
+def test_padded_rows_may_share_a_place(stage: Stage) -> None:
+    step = stage.engine.begin_step([0, 7, 0], rows=[1, 1, 1])
+    assert stage.save(np.array([4, 5, 6]), step=step)["tokens"].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("step", [5, [1, 1], (ONE, None), "step"])
+def test_what_is_no_step_is_named(stage: Stage, step: Any) -> None:
+    for save in (stage.engine.save_output, stage.engine.save_pooling):
+        with pytest.raises(tp.OpArgumentError, match=r"step is .*begin_step\(\)") as caught:
+            save(ONE, step=step)
+        assert caught.value.argument == "step"
+    assert stage.published == 0
 
 
 def test_a_refused_stamp_does_not_change_what_is_known_of_a_row(stage: Stage) -> None:
@@ -879,6 +902,10 @@ def test_a_killed_writer_makes_room_for_the_next(unique_name: str) -> None:
             assert caught.value.pid == other.pid
             assert segment.is_locked(LOCK_WRITER)
             other.kill()
+        with pytest.raises(tp.PartyExistsError, match="it died, and its requests") as caught:
+            tp.EngineWriter.attach(unique_name, 0.0)
+        assert caught.value.pid == other.pid
+        _native.announce_writer(segment.source, 0, 0)  # the coordinator has ended its requests
         tp.EngineWriter.attach(unique_name).close()
 
 
@@ -956,7 +983,7 @@ def test_a_blocked_save_ends_when_the_pipeline_does(stage: Stage) -> None:
 def test_a_blocked_save_ends_when_the_coordinator_has_died(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 0.0)
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)  # nobody is there to wait for
     fill(stage)
     saving = Saving(stage)
     assert saving.is_blocked, "while the coordinator lives, the ring is only full"
@@ -964,6 +991,38 @@ def test_a_blocked_save_ends_when_the_coordinator_has_died(
     saving.end()
     assert isinstance(saving.error, tp.PipelineGoneError)
     assert "coordinator" in saving.error.reason
+
+
+def test_a_blocked_save_waits_for_those_who_may_go_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roles wait for a new coordinator; an owner makes one. When the last of them is gone, it
+    ends."""
+    monkeypatch.setattr(writer_module, "_GONE_AFTER_S", 600.0)
+    looks: list[int] = []
+    real = Segment.is_locked
+    monkeypatch.setattr(
+        Segment, "is_locked", lambda self, byte: looks.append(byte) or real(self, byte)
+    )
+    others = {
+        party: Segment.attach(stage.segment.name)
+        for party in (LOCK_READER, LOCK_DECODER, LOCK_CLIENT)
+    }
+    assert all(other.lock(party) for party, other in others.items())
+    stage.book.set_owned(True)
+    fill(stage)
+    saving = Saving(stage)
+    for mapping in (stage.segment._core, stage.segment._source):
+        mapping.close()  # the coordinator is killed: its files stay
+    for party, other in others.items():
+        looks.clear()
+        wait_until(lambda party=party: looks.count(party) >= 2)
+        assert saving.is_blocked
+        other.close()
+    saving.end()
+    assert isinstance(saving.error, tp.PipelineGoneError)
+    stage.engine.close()
+    assert sweep(stage.segment.name) == 2
 
 
 def test_beat_tells_that_the_engine_is_busy_until_the_next_save(stage: Stage) -> None:

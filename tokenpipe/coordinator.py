@@ -21,7 +21,7 @@ from tokenpipe.health import HealthServer
 from tokenpipe.layout import PipelineState
 from tokenpipe.resources import Resources
 from tokenpipe.roles import Roles
-from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
+from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, leftovers, start_time
 from tokenpipe.sources import prepared_source
 from tokenpipe.status import View, judge, role_names
 from tokenpipe.stop import Stop, stop_on_signals
@@ -32,6 +32,11 @@ ROLE_INDEX = 0
 _NO_ROLE = 2**32 - 1
 _DELIVERY_GRACE_S = 1.5
 """After the drain's limit the client has so long to read the finals."""
+_LOOK_S = 0.1
+"""What has a time limit is looked at so often, at least."""
+_LONGEST_SLEEP_S = 1.0
+_NAMED_AT_MOST = 10
+"""So many files of other users are named at the start."""
 _OWNER_LIMIT_S = 0.0
 """A drain that the owner's end begins waits for nobody: the client is the owner."""
 
@@ -55,6 +60,7 @@ def run(
         HealthServer(segment) as health,
         Children(config.name, config.log_level) as children,
     ):
+        _tell_of_foreign_segments()
         coordinator = Coordinator(segment, children, stop, health)
         try:
             if coordinator.start(owner_fd):
@@ -66,6 +72,17 @@ def run(
             raise
         finally:
             coordinator.close()
+
+
+def _tell_of_foreign_segments() -> None:
+    foreign = [found for found in leftovers() if found.is_foreign]
+    if foreign:
+        _log.info(
+            "%d segments (%d bytes) in /dev/shm are other users', who alone may remove them: %s",
+            len(foreign),
+            sum(found.num_bytes for found in foreign),
+            ", ".join(f"{found.file_name} {found.why}" for found in foreign[:_NAMED_AT_MOST]),
+        )
 
 
 class Coordinator:
@@ -102,6 +119,7 @@ class Coordinator:
         """Spawns the roles and returns True when each has beaten once, False when a stop was asked
         for meanwhile. Raises ChildBootError."""
         self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
+        self._book.set_owned(owner_fd is not None)
         self._watch = self._children.watch = Watch(self._book.ring, owner_fd)
         self._roles.start()
         while not self._roles.are_up:
@@ -143,8 +161,16 @@ class Coordinator:
         if self._drain_limit is not None and self._drain():
             return False
         self._judge()
-        self._book.wait(seen, self._config.heartbeat_interval_s)
+        self._book.wait(seen, self._patience_s)
         return True
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to sleep: a death of the engine or the client rings no bell, and what has a time
+        limit is looked at in time, however rare the beats."""
+        interval_s = min(self._config.heartbeat_interval_s, _LONGEST_SLEEP_S)
+        is_timed = self._is_degraded or self._drain_limit is not None or self._resources.is_timed
+        return min(interval_s, _LOOK_S) if is_timed else interval_s
 
     def _look_at_writer(self) -> None:
         """An engine that died: what it had published is delivered, then its requests end."""
@@ -160,7 +186,7 @@ class Coordinator:
         if all(int(c["next_source_sequence"]) >= published for c in self._view.commits()):
             _log.error("the engine's writer (pid %d) has died: its requests end", pid)
             # Ended first: who takes over from a coordinator killed here must see the dead writer.
-            self._resources.end_running(FinishReason.ERROR)
+            self._resources.end_all_of_a_dead_engine()
             _native.announce_writer(self._segment.source, 0, 0)
 
     def _writer_lives(self, pid: int) -> bool:

@@ -20,8 +20,9 @@ def run(name: str, index: int) -> None:
         if not segment.lock(LOCK_DECODER + index):
             raise PartyExistsError(name, f"decoder-{index}", 0)
         config, lifeline = segment.config, Lifeline(segment)
+        segment.core.protect_slots()
         decoder = _native.Decoder(segment.core, index, config.spin_us / 1e6)
         pid = os.getpid()
         _native.announce_role(segment.core, 2 + index, pid, start_time(pid) or 0)
         while not stop.requested and not lifeline.is_cut():
-            decoder.run(_TURNS_PER_CALL, config.heartbeat_interval_s)
+            decoder.run(_TURNS_PER_CALL, lifeline.patience_s)

@@ -190,7 +190,12 @@ class Delivery:
         self._in_hand = [_InHand(client, k) for k in range(config.num_decoders)]
         joins = config.enable_draft_logprob
         self._joins = [
-            DraftJoin(take, config.draft_wait_s, whole_steps=take == self._try_next_step)
+            DraftJoin(
+                take,
+                config.draft_wait_s,
+                client.count_unmatched_drafts,
+                whole_steps=take == self._try_next_step,
+            )
             for take in self._takers()
         ] * joins
 

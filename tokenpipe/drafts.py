@@ -29,14 +29,19 @@ class DraftJoin:
     """
 
     def __init__(
-        self, take: Callable[[float], OutputBatch | None], wait_s: float, *, whole_steps: bool
+        self,
+        take: Callable[[float], OutputBatch | None],
+        wait_s: float,
+        count_unmatched: Callable[[int], None],
+        *,
+        whole_steps: bool,
     ) -> None:
         self._take = take
         self._whole_steps = whole_steps
         self._wait_s = wait_s
         self._held: dict[int, _Held] = {}
         self._ready: deque[OutputBatch] = deque()
-        self.num_unmatched_drafts = 0
+        self._count_unmatched = count_unmatched
         self.num_targets_without_drafts = 0
 
     def next(self, wait_s: float) -> OutputBatch | None:
@@ -73,7 +78,7 @@ class DraftJoin:
             return
         if batch.kind == "draft":
             if held is None:
-                self.num_unmatched_drafts += batch.num_rows
+                self._count_unmatched(batch.num_rows)
                 batch.release()
                 return
             del self._held[decoder]
@@ -99,7 +104,7 @@ class DraftJoin:
         wanted = _keys(target)
         found = {key: j for j, key in enumerate(_keys(own))}
         row_of = np.array([found.get(key, -1) for key in wanted], np.int64)
-        self.num_unmatched_drafts += len(found) - int((row_of >= 0).sum())
+        self._count_unmatched(len(found) - int((row_of >= 0).sum()))
         target.drafts = Drafts(own, row_of)
         drafts.release()
         return target

@@ -133,8 +133,8 @@ class PartyExistsError(TokenpipeError):
 
     exit_code = ExitCode.NAME_TAKEN
 
-    def __init__(self, name: str, party: str, pid: int) -> None:
-        super().__init__(f'attach "{name}" as {party}: pid {pid} is its {party}')
+    def __init__(self, name: str, party: str, pid: int, why: str = "") -> None:
+        super().__init__(f'attach "{name}" as {party}: pid {pid} is its {party}{why}')
         self.name, self.party, self.pid = name, party, pid
 
 

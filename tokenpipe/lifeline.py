@@ -19,6 +19,8 @@ class Lifeline:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._grace_s = segment.config.orphan_grace_s
+        self.patience_s = min(segment.config.heartbeat_interval_s, max(_LOOK_S, self._grace_s / 2))
+        """A role sleeps so long at most: who sleeps longer would outlive the grace."""
         self._next_look = 0.0
         self._alone_since: float | None = None
 

@@ -21,7 +21,7 @@ def run(name: str) -> None:
         if not segment.lock(LOCK_READER):
             raise PartyExistsError(name, "reader", 0)
         config, lifeline = segment.config, Lifeline(segment)
-        beat_s, spin_s = config.heartbeat_interval_s, config.spin_us / 1e6
+        beat_s, spin_s = lifeline.patience_s, config.spin_us / 1e6
         producer = _native.Producer(segment.core, spin_s)
         source = open_source(segment)
         _native.announce_role(segment.core, ROLE_INDEX, os.getpid(), start_time(os.getpid()) or 0)

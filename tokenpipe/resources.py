@@ -6,8 +6,8 @@ level-triggered, so that calling it again does nothing. What an end waits for:
     stop, length, recovery, shutdown    nothing: the row and its blocks come back at once
     abort, error                        the engine's acknowledgement (state 3), or
     `abort_timeout_s`;
-                                        nothing when the row is preempted: the engine has let go of
-                                        it
+                                        nothing when the row is preempted, or the engine is dead: it
+                                        has let go of it
     stop of a prefill instance          prefill_done(), or `prefill_timeout_s`
 """
 
@@ -174,6 +174,11 @@ class Resources:
         """Blocks nobody owns."""
         return len(self._free_blocks)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything waits that has a time limit."""
+        return bool(self._timed or self._submits or self._growths or self._resumes)
+
     def _rebuild(self) -> None:
         """Derives every list from the segment, as a coordinator must that takes over."""
         for row, known in enumerate(_native.rows(self._core)):
@@ -261,10 +266,7 @@ class Resources:
             for slot, one in list(waiting.items()):
                 if numbers.get(slot) == one.command["number"]:
                     continue
-                if waiting is self._submits:
-                    del self._submits[slot]
-                else:
-                    del waiting[slot]
+                del waiting[slot]
 
     def _submit(self, slot: int, command: dict[str, Any]) -> None:
         if not self.is_accepting:
@@ -391,6 +393,18 @@ class Resources:
         for row, live in self._live.items():
             if live.terminal is FinishReason.NONE:
                 self.end(row, reason)
+
+    def end_all_of_a_dead_engine(self) -> None:
+        """Ends every running request. By its death the engine has let go of every row, so that no
+        end waits for its word; that stands in the segment, for who takes over from us here."""
+        for row, live in list(self._live.items()):
+            if live.phase is not Phase.PREEMPTED:
+                live.phase = Phase.PREEMPTED
+                self._book.set_preempted(row)
+            if live.terminal is FinishReason.NONE:
+                self.end(row, FinishReason.ERROR)
+            elif self._is_done(live, has_let_go=True):
+                self._release(row, live.generation)
 
     def _clear(self, slot: int, _command: dict[str, Any]) -> None:
         for waiting_slot in list(self._submits):

@@ -40,6 +40,7 @@ _IN_USE = "in use"
 _NO_NAME = "no pipeline can have this name"
 
 LOCK_COORDINATOR, LOCK_READER, LOCK_CLIENT, LOCK_WRITER, LOCK_DECODER = 0, 1, 2, 3, 16
+_LOCKS_OF_A_SOURCE = (LOCK_COORDINATOR, LOCK_READER, LOCK_WRITER)
 _ALL_LOCKS = (0, 4096)
 _SWEEP_LOCK = 4096
 
@@ -160,6 +161,15 @@ class Mapping:
             os.close(shared.fd)
             text = f'open "{file_name}": its {about.st_size} bytes cannot be mapped ({e})'
             raise SegmentError(file_name, text) from None
+
+    @property
+    def has_its_name(self) -> bool:
+        """Whether the name is still this file's: by hand it may be removed, then another run's."""
+        try:
+            about = os.lstat(os.path.join(FOLDER, self.file_name))
+        except FileNotFoundError:
+            return False
+        return self.fd >= 0 and os.path.samestat(os.fstat(self.fd), about)
 
     def word(self, offset: int) -> int:
         """Returns the uint64 at `offset`."""
@@ -378,22 +388,29 @@ class Segment:
         return mapping.lock(byte)
 
     def is_locked(self, byte: int) -> bool:
-        """Returns whether the party of that lock lives."""
+        """Returns whether the party of that lock lives. Who maps the source alone asks the kernel
+        by the core's name for those that lock nothing else."""
+        if self._core is None and byte not in _LOCKS_OF_A_SOURCE:
+            try:
+                return _is_held(core_name(self.name), byte, 1)
+            except FileNotFoundError:
+                return False  # its creator is gone and has removed it
         mapping = self._source if byte == LOCK_WRITER or self._core is None else self._core
         assert mapping is not None
         return mapping.is_locked(byte)
 
     def has_roles(self) -> bool:
         """Returns whether the reader or a decoder still holds its lock."""
+        sizes = self.source.sizes if self._core is None else self.core.sizes
         return self.is_locked(LOCK_READER) or any(
-            self.is_locked(LOCK_DECODER + k) for k in range(self.config.num_decoders)
+            self.is_locked(LOCK_DECODER + k) for k in range(sizes["num_decoders"])
         )
 
     def close(self) -> None:
         """Lets go of the segments; the creator also removes their files."""
         for mapping in (self._core, self._source):
             if mapping is not None:
-                if self._is_owner:
+                if self._is_owner and mapping.has_its_name:
                     unlink(mapping.file_name)
                 mapping.close()
         self._is_owner = False  # the name may be another run's from now on
@@ -483,6 +500,8 @@ class Leftover:
     num_bytes: int
     is_dead: bool
     why: str
+    is_foreign: bool = False
+    """Another user's: only he, or root, may say whether it is dead and remove it."""
 
 
 def leftovers(name: str | None = None) -> Iterator[Leftover]:
@@ -517,6 +536,17 @@ def _magic_of(file_name: str) -> bytes:
     return struct.pack("<Q", _native.CORE_MAGIC if is_core else _native.SOURCE_MAGIC)
 
 
+def _is_held(file_name: str, first: int, count: int) -> bool:
+    """Whether another open file holds one of these locks. Raises FileNotFoundError."""
+    path = os.path.join(FOLDER, file_name)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _flock(fcntl.F_WRLCK, first, count))
+        return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+    finally:
+        os.close(fd)
+
+
 def _examine(file_name: str) -> Leftover | None:
     path = os.path.join(FOLDER, file_name)
     try:
@@ -526,7 +556,8 @@ def _examine(file_name: str) -> Leftover | None:
     if not stat.S_ISREG(about.st_mode):
         return Leftover(file_name, 0, False, "not a regular file")
     if about.st_uid != os.geteuid():
-        return Leftover(file_name, about.st_size, False, f"belongs to uid {about.st_uid}")
+        why = f"belongs to uid {about.st_uid}"
+        return Leftover(file_name, about.st_size, False, why, is_foreign=True)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

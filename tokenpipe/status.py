@@ -321,6 +321,7 @@ def status_of(segment: Segment) -> dict[str, Any]:
             **({"queue": _queue_of(view)} if config.source == "sysv" else {}),
         },
         "client_pid": int(view.client["pid"]) if segment.is_locked(LOCK_CLIENT) else None,
+        "unmatched_drafts": int(view.client["unmatched_drafts"]),
         "counters": counters,
         "roles": roles,
         "segment": {

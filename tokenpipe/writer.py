@@ -22,11 +22,12 @@ from tokenpipe.errors import (
     WrongSourceError,
 )
 from tokenpipe.layout import SOURCE
-from tokenpipe.segment import LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
+from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segment, start_time
 
 _WAIT_S = 0.2
+_LOOK_S = 0.005
 _GONE_AFTER_S = 10.0
-"""A coordinator that is being replaced holds no lock for a moment; this is no such moment."""
+"""An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,31 @@ class EngineWriter:
     def attach(cls, name: str, timeout_s: float = 10.0) -> EngineWriter:
         """Maps the source segment of pipeline `name`, waiting for it.
 
-        Raises SegmentMissingError, LayoutMismatchError, PartyExistsError (pid of the writer it
-        has).
+        After a writer that died it also waits until what that one saved is decoded and its requests
+        have been ended: they are not ours. Raises SegmentMissingError, LayoutMismatchError,
+        PartyExistsError (pid of the writer it has).
         """
-        return cls(Segment.attach_source(name, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        segment = Segment.attach_source(name, timeout_s)
+        source = np.frombuffer(segment.source_memory, SOURCE, 1)[0]
+        while (pid := int(source["writer_pid"])) and not segment.is_locked(LOCK_WRITER):
+            if time.monotonic() >= deadline:
+                segment.close()
+                raise PartyExistsError(
+                    name,
+                    "engine writer",
+                    pid,
+                    ": it died, and its requests have not been ended yet",
+                )
+            time.sleep(_LOOK_S)
+        return cls(segment)
 
     def begin_step(self, generations: Sequence[int] | npt.NDArray[Any], rows: Any = None) -> Step:
         """Returns the stamp of a batch that the scheduler has just composed.
 
         `generations` [n]: of the Admission that runs in each batch row, 0 for a padded row. `rows`
-        [n]: the pipeline's row of each; default 0 to n-1. A copy is kept: the step may be saved
-        when the scheduler's book has moved on (DESIGN section 5).
+        [n]: the pipeline's row of each, once; default 0 to n-1. A copy is kept: the step may be
+        saved when the scheduler's book has moved on (DESIGN section 5). Raises OpArgumentError.
         """
         self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
@@ -93,6 +108,8 @@ class EngineWriter:
             raise OpArgumentError(
                 "generations", f"generations has shape {stamp.shape}, must be [n]"
             )
+        if where is not None:
+            _refuse_a_row_twice(where, stamp)
         self._writer.note(where, stamp, len(stamp))
         return Step(stamp, where)
 
@@ -272,7 +289,7 @@ class EngineWriter:
         not ready is left out (`rows`) or has state 1.
         """
         if step is not None:
-            generations, rows = step.generations, step.rows
+            generations, rows = _parts(step)
         vectors = _tensor("vectors", _given("vectors", vectors))
         generations, rows = _tensor("generations", generations), _tensor("rows", rows)
         states = _tensor("states", states)
@@ -338,7 +355,7 @@ class EngineWriter:
         **more: Any,
     ) -> None:
         if step is not None:
-            generations, rows = step.generations, step.rows
+            generations, rows = _parts(step)
         elif generations is None:
             raise OpArgumentError("step", "give step= of begin_step(), or generations=")
         tokens = _tensor("tokens", _given("tokens", tokens))
@@ -363,13 +380,17 @@ class EngineWriter:
         while not self._writer.wait_for_space(_WAIT_S):
             if self._writer.is_gone:
                 raise PipelineGoneError(self._segment.name, "it has stopped")
-            if self._segment.is_locked(LOCK_COORDINATOR):
-                alone_since = None
+            if self._segment.is_locked(LOCK_COORDINATOR) or self._segment.has_roles():
+                alone_since = None  # roles wait for a new coordinator, or end
                 continue
             now = time.monotonic()
             alone_since = now if alone_since is None else alone_since
-            if now - alone_since > _GONE_AFTER_S:
+            if not self._may_come_back() or now - alone_since > _GONE_AFTER_S:
                 raise PipelineGoneError(self._segment.name, "its coordinator has died")
+
+    def _may_come_back(self) -> bool:
+        """Whether somebody is there who replaces a coordinator that was killed with its roles."""
+        return self._writer.is_owned and self._segment.is_locked(LOCK_CLIENT)
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
@@ -424,6 +445,20 @@ def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
     if outside.size:
         raise OpArgumentError(name, f"{name} holds {outside.flat[0]}, must be 0 to 2**31 - 1")
     return given.astype(np.int32)
+
+
+def _parts(step: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+    if not isinstance(step, Step):
+        raise OpArgumentError("step", f"step is {step!r}, must be what begin_step() returned")
+    return step.generations, step.rows
+
+
+def _refuse_a_row_twice(rows: npt.NDArray[np.int32], generations: npt.NDArray[np.int32]) -> None:
+    """Of a row that stands twice in a step only the first token would count."""
+    seen, times = np.unique(rows[generations > 0], return_counts=True)
+    if (times > 1).any():
+        row = seen[times > 1][0]
+        raise OpArgumentError("rows", f"rows holds {row} twice, must name each running row once")
 
 
 def _events(found: list[tuple[int, int, int]]) -> Iterator[ControlEvent]:
