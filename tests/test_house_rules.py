@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What may import what: only from lower floors, never sideways. A package is one module here, its
 # files may import each other. `__init__` is the public face: what is below must not look up to it.
 FLOORS = (
-    ("_native", "stop"),
+    ("_native", "stop", "forks"),
     ("errors", "commands"),
     ("layout", "config", "records"),
     ("segment", "requests"),

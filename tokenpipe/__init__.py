@@ -17,9 +17,9 @@ _HOME = {
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "
-    "RowBusyError SegmentError SegmentExistsError SegmentMissingError SegmentSpaceError "
-    "StreamTakenError SyncTimeoutError "
-    "TimeLimitError TokenpipeError UnknownRequestError WrongSourceError",
+    "RowBusyError SegmentError SegmentExistsError SegmentMemoryError SegmentMissingError "
+    "SegmentSpaceError StreamTakenError SyncTimeoutError TimeLimitError TokenpipeError "
+    "UnknownRequestError WrongSourceError",
     "layout": "PipelineState",
     "events": "RequestEvent",
     "outputs": "OutputBatch",

@@ -29,6 +29,7 @@ from tokenpipe.errors import RoleLostError as RoleLostError
 from tokenpipe.errors import RowBusyError as RowBusyError
 from tokenpipe.errors import SegmentError as SegmentError
 from tokenpipe.errors import SegmentExistsError as SegmentExistsError
+from tokenpipe.errors import SegmentMemoryError as SegmentMemoryError
 from tokenpipe.errors import SegmentMissingError as SegmentMissingError
 from tokenpipe.errors import SegmentSpaceError as SegmentSpaceError
 from tokenpipe.errors import StreamTakenError as StreamTakenError

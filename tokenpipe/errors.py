@@ -94,6 +94,21 @@ class SegmentSpaceError(SegmentError):
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
 
 
+class SegmentMemoryError(SegmentError):
+    """A process may not map the shared memory: its address space is limited."""
+
+    exit_code = ExitCode.NO_SPACE
+
+    def __init__(self, name: str, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            name,
+            f'map "{name}": {needed_bytes} bytes do not fit into the address space of this process '
+            f"(RLIMIT_AS: {limit_bytes} bytes, -1: none); raise it (ulimit -v), or lower "
+            "--ring-slots, --output-slots, --max-num-seqs or --top-logprobs",
+        )
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+
+
 class SegmentMissingError(SegmentError):
     """There is nothing to attach to, also after the wait."""
 
@@ -381,12 +396,20 @@ class WrongSourceError(TokenpipeError):
 _native.set_errors(OpArgumentError, QueueError)
 
 
-def to_json(error: TokenpipeError) -> str:
+def in_words(error: BaseException) -> str:
+    """Returns the text of an error; of one that is not ours with its kind, without which many a
+    text means nothing."""
+    return str(error) if isinstance(error, TokenpipeError) else f"{type(error).__name__}: {error}"
+
+
+def to_json(error: Exception) -> str:
     """Returns an error with its facts as one JSON object, for another process to raise again."""
-    names = [n for n in inspect.signature(type(error).__init__).parameters if n != "self"]
-    facts = {n: getattr(error, n) for n in names if hasattr(error, n)}
+    facts = {}
+    if isinstance(error, TokenpipeError):
+        names = inspect.signature(type(error).__init__).parameters
+        facts = {n: getattr(error, n) for n in names if n != "self" and hasattr(error, n)}
     return json.dumps(
-        {"event": "failed", "error": type(error).__name__, "text": str(error), "facts": facts}
+        {"event": "failed", "error": type(error).__name__, "text": in_words(error), "facts": facts}
     )
 
 
