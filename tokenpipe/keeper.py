@@ -97,14 +97,15 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._thread.join()
-        return self._process.wait() < 0
+        return not self._ended_by_itself(self._process.wait())
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int, Mapping[str, Any]]:
         """Starts `tokenpipe serve`, waits for its ready line, raises the error that it tells of."""
         self._epoch += 1
-        ready_read, ready_write = os.pipe()
-        with forks.guard:
+        with forks.guard:  # a copy of these ends would hide that the other side is gone
+            ready_read, ready_write = os.pipe()
             owner_read, owner_write = os.pipe()
+            forks.mark(ready_write)
             forks.mark(owner_write)
         try:
             process = subprocess.Popen(
@@ -122,7 +123,7 @@ class Keeper:
             forks.close(owner_write)
             raise
         finally:
-            os.close(ready_write)
+            forks.close(ready_write)
             os.close(owner_read)
         try:
             return process, owner_write, _read_ready(process, ready_read, self._patience_s)
