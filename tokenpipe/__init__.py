@@ -13,7 +13,7 @@ _HOME = {
     "commands": "FinishReason",
     "config": "PipelineConfig",
     "errors": "ChildBootError ChildError ConfigError DeliveryModeError DrainingError "
-    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError "
+    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError LimitError "
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "

@@ -11,6 +11,7 @@ from tokenpipe.errors import DuplicateRequestError as DuplicateRequestError
 from tokenpipe.errors import ExitCode as ExitCode
 from tokenpipe.errors import InvalidRequestError as InvalidRequestError
 from tokenpipe.errors import LayoutMismatchError as LayoutMismatchError
+from tokenpipe.errors import LimitError as LimitError
 from tokenpipe.errors import NoFreeBlocksError as NoFreeBlocksError
 from tokenpipe.errors import NoFreeRowError as NoFreeRowError
 from tokenpipe.errors import NotAcknowledgedError as NotAcknowledgedError

@@ -19,6 +19,7 @@ from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import ChildError, in_words
 from tokenpipe.health import HealthServer
 from tokenpipe.layout import PipelineState
+from tokenpipe.limits import allowed_connections
 from tokenpipe.resources import Resources
 from tokenpipe.roles import Roles
 from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
@@ -44,15 +45,16 @@ def run(
     """Runs a pipeline until it is told to stop; `ready` gets the facts of the ready line.
 
     Takes over the pipeline of a coordinator that died, if there is one of this name. `owner_fds`:
-    descriptors that become readable when the owner is gone (children.Watch). Raises
+    descriptors that become readable when the owner is gone (children.Watch). Raises LimitError,
     SegmentExistsError, AdoptionError, SegmentSpaceError, SegmentMemoryError, PortInUseError,
     ChildBootError, RoleLostError; of a queue QueueError, QueueLimitError, QueueTakenError.
     """
+    max_connections = allowed_connections(len(role_names(config.num_decoders)) - 1)
     with (
         stop_on_signals() as stop,
         Segment.create_or_adopt(config) as segment,
         prepared_source(segment),
-        HealthServer(segment) as health,
+        HealthServer(segment, max_connections) as health,
         Children(config.name, config.log_level) as children,
     ):
         coordinator = Coordinator(segment, children, stop, health)

@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
     NAME_TAKEN = 3
     """The name (or the port) belongs to a live run."""
     NO_SPACE = 4
-    """The shared memory does not fit."""
+    """The shared memory does not fit, or a limit of the system is too low."""
     NOT_FOUND = 5
     """Nothing of that name to attach to, or another layout."""
     BOOT_FAILED = 6
@@ -55,6 +55,18 @@ def _shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+class LimitError(TokenpipeError):
+    """A limit that the system sets this process is too low."""
+
+    exit_code = ExitCode.NO_SPACE
+
+    def __init__(self, what: str, needed: int, limit: int, setting: str) -> None:
+        super().__init__(
+            f"start: {needed} {what} are needed, {limit} are allowed; raise it ({setting})"
+        )
+        self.what, self.needed, self.limit, self.setting = what, needed, limit, setting
 
 
 class SegmentError(TokenpipeError):

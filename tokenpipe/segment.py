@@ -28,12 +28,14 @@ from tokenpipe.errors import (
     AdoptionError,
     ConfigError,
     LayoutMismatchError,
+    LimitError,
     SegmentError,
     SegmentExistsError,
     SegmentMemoryError,
     SegmentMissingError,
     SegmentSpaceError,
 )
+from tokenpipe.limits import memory_limit
 
 FOLDER = "/dev/shm"
 PREFIX = "tokenpipe."
@@ -297,10 +299,15 @@ class Segment:
         """Creates both segments and takes the coordinator's lock.
 
         Removes what dead runs left, of any name. Raises SegmentExistsError (owner_pid) when a
-        live run has the name, SegmentSpaceError when the pages do not fit into /dev/shm.
+        live run has the name, SegmentSpaceError when the pages do not fit into /dev/shm, LimitError
+        when they do not fit into the memory of our cgroup.
         """
         sweep()
         plan, own = config.plan(), Identity.own()
+        needed, limit = plan["core_bytes"] + plan["source_bytes"], memory_limit()
+        if limit is not None and needed > limit:
+            setting = "the cgroup's memory limit, or lower --ring-slots and --output-slots"
+            raise LimitError("bytes of shared memory", needed, limit, setting)
         who = (own.pid, own.pid_namespace, own.start, own.boot_id)
         made: list[Mapping] = []
         published: list[Mapping] = []
