@@ -8,7 +8,7 @@ import resource
 from tokenpipe.errors import LimitError
 
 _FIXED = 18
-"""Segments, locks, a queue, endpoint, watch, and what one spawn or one /status opens for a moment."""
+"""Segments, locks, queue, endpoint, watch, and what a spawn or a /status opens for a moment."""
 _PER_ROLE = 2
 _MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 128
 
