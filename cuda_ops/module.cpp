@@ -417,7 +417,7 @@ public:
   bool get_output(PyProducer &producer, double timeout_s) {
     if (producer.slot == nullptr)
       throw py::value_error("get_output() without a claimed slot");
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return reader_.get_output(*producer.slot, producer.cursor(), timeout_s > 0);
   }
   [[nodiscard]] uint64_t num_too_long() const noexcept { return reader_.num_too_long(); }

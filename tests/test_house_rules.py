@@ -262,6 +262,14 @@ def memory_orders(root: Path) -> Iterator[str]:
                 yield at(root, path, number, f"{found[0]} belongs to {MEMORY_ORDER_HOME}")
 
 
+def no_abort_at_exit(root: Path) -> Iterator[str]:
+    for path in source_files(root, "cuda_ops", suffixes=CPP):
+        for number, line in lines_of(path):
+            if "py::gil_scoped_release" in line:
+                what = "aborts the program at its exit; module.cpp has GilReleased"
+                yield at(root, path, number, what)
+
+
 def sync_points(root: Path) -> Iterator[str]:
     sides: dict[str, list[set[str]]] = {}
     for path in source_files(root, "cuda_ops", suffixes=CPP):
@@ -356,6 +364,7 @@ RULES: tuple[Rule, ...] = (
     no_shell,
     pickle_in_cpp,
     memory_orders,
+    no_abort_at_exit,
     sync_points,
     swallowed_exceptions,
     open_ends,
@@ -420,6 +429,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (pickle_in_cpp, "cuda_ops/module.cpp", 'py::eval("1")'),
     (pickle_in_cpp, "cuda_ops/module.cpp", "c.def(py::pickle(a, b));"),
     (no_unpickling_by_numpy, "tokenpipe/reader.py", "np.load(f, allow_pickle=True)"),
+    (no_abort_at_exit, "cuda_ops/module.cpp", "const py::gil_scoped_release release;"),
     (memory_orders, "cuda_ops/ring.hpp", "x.load(std::memory_order_acquire);"),
     (memory_orders, "cuda_ops/module.cpp", "std::atomic_ref<int> r(x);"),
     (memory_orders, "cuda_ops/ring.hpp", "/* c */ std::atomic_thread_fence(order);"),
