@@ -57,12 +57,12 @@ def test_handlers_mask_and_wake_up_descriptor_stay_the_programs(unique_name: str
         os.kill(old, signal.SIGKILL)
         pipe.submit(tp.Request('b', prompt_token_ids=[1]))
         answers += [is_untouched(), pipe.pids['coordinator'] != old, seen == set(ours)]
-        answers.append(pipe.health()['state'] == 'running')
+        while pipe.health()['state'] != 'running': pass
     answers.append(is_untouched())
     say(answers)
     """
     done = ended(script, unique_name)
-    assert done.stdout == "[true, true, true, true, true, true, true]\n", done.stderr
+    assert done.stdout == "[true, true, true, true, true, true]\n", done.stderr
     assert files_of(unique_name) == []
 
 
@@ -219,7 +219,12 @@ while pipe.status()['source']['occupancy'] < 2 or pipe.status()['waiting_submits
 
 @pytest.mark.parametrize(
     ("last", "code"),
-    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('X-marker')", 1), ("os._exit(4)", 4)],
+    [
+        ("pass", 0),
+        ("raise ValueError('X-marker')", 1),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.full),
+        pytest.param("os._exit(4)", 4, marks=pytest.mark.full),
+    ],
 )
 def test_a_program_that_ends_without_close_ends_as_it_would_without_us(
     unique_name: str, last: str, code: int

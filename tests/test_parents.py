@@ -68,16 +68,27 @@ def behind_a_shell(name: str, *flags: str) -> Iterator[tuple[subprocess.Popen[st
     """`sh -c` that stays in front of `serve`: a shell that has more to do does not become it."""
     command = " ".join([*SERVE, "--name", name, "--num-decoders=1", *flags])
     shell = subprocess.Popen(["sh", "-c", f"{command}; true"], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
     try:
         ready = told(shell)
         assert ready["pid"] != shell.pid
-        yield shell, [ready["pid"], *ready["pids"].values()]
+        pids += [ready["pid"], *ready["pids"].values()]
+        yield shell, pids
     finally:
+        for pid in filter(psutil.pid_exists, pids):  # it has the shell's pipe open
+            os.kill(pid, signal.SIGKILL)
         end(shell)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("flag", ["--exit-with-parent", "--exit-with-parent=$$"])
+@pytest.mark.parametrize(
+    ("signum", "flag"),
+    [
+        (signal.SIGTERM, "--exit-with-parent=$$"),
+        (signal.SIGKILL, "--exit-with-parent"),
+        pytest.param(signal.SIGTERM, "--exit-with-parent", marks=pytest.mark.full),
+        pytest.param(signal.SIGKILL, "--exit-with-parent=$$", marks=pytest.mark.full),
+    ],
+)
 def test_a_shell_in_front_takes_the_pipeline_with_it(
     unique_name: str, signum: signal.Signals, flag: str
 ) -> None:
@@ -94,7 +105,7 @@ def test_without_the_flag_a_pipeline_outlives_its_parent(unique_name: str) -> No
         shell.wait()
         with tp.Pipeline.attach(unique_name) as pipe:
             pipe.submit(request("a"))
-            assert pipe.health()["state"] == "running"
+            wait_until(lambda: pipe.health()["state"] == "running")
         os.kill(pids[0], signal.SIGTERM)
         all_gone(pids, unique_name)
 
@@ -253,18 +264,20 @@ def test_a_pipeline_made_in_a_thread_outlives_the_thread_and_ends_with_the_proce
         "thread = threading.Thread(target=lambda: made.append(own(sys.argv[1])))\n"
         "thread.start(); thread.join()\n"
         "made[0].submit(tp.Request('a', prompt_token_ids=[1]))\n"
-        "say([made[0].health()['state'], *made[0].pids.values()])\n"
+        "while made[0].health()['state'] != 'running': pass\n"
+        "say(list(made[0].pids.values()))\n"
         "sys.stdin.readline()\n"
         "os._exit(0)\n"
     )
     with program(script, unique_name) as process:
-        state, *pids = told(process)
-        assert state == "running"
+        pids = told(process)
         process.communicate("go\n")
         all_gone(pids, unique_name)
 
 
-@pytest.mark.parametrize("how", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "how", ["os._exit(0)", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.full)]
+)
 def test_an_owner_that_dies_while_its_thread_starts_the_pipeline_leaves_nothing(
     unique_name: str, how: str
 ) -> None:
@@ -306,7 +319,8 @@ if os.fork() == 0:
     say([os.getpid(), answers, *pipe.pids.values()])
     threading.Event().wait()  # lives on, with a copy of everything
 sys.stdin.readline()
-say(pipe.health()['state'])
+while pipe.health()['state'] != 'running': pass
+say('running')
 threading.Event().wait()
 """
 
@@ -374,7 +388,9 @@ def main(name):
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)]
+)
 def test_a_pipeline_runs_inside_a_process_of_multiprocessing(
     unique_name: str, method: str, tmp_path: Path
 ) -> None:
@@ -395,11 +411,14 @@ def test_a_pipeline_runs_inside_a_process_of_multiprocessing(
     assert not any(word in ended.stderr for word in NOISE), ended.stderr
 
 
-@pytest.mark.parametrize("way", ["script", "command", "stdin", "interactive"])
+@pytest.mark.parametrize(
+    "way", ["script", pytest.param("command", marks=pytest.mark.full), "interactive"]
+)
 def test_a_program_without_a_main_guard_runs_once_whatever_runs_it(
     unique_name: str, way: str, tmp_path: Path
 ) -> None:
-    """B29: `python FILE`, `python -c`, `python -`, and a REPL that ends without close()."""
+    """B29: `python FILE`, `python -c`, and a REPL that ends without close(); `python -` is in
+    test_supervision.py."""
     lines = (
         "import tokenpipe as tp\nprint('body')\n"
         f"pipe = tp.Pipeline(tp.PipelineConfig(name={unique_name!r}, max_num_seqs=2))\n"
@@ -410,12 +429,11 @@ def test_a_program_without_a_main_guard_runs_once_whatever_runs_it(
     arguments = {
         "script": [str(script)],
         "command": ["-c", lines],
-        "stdin": ["-"],
         "interactive": ["-i"],
     }[way]
     ended = subprocess.run(
         [sys.executable, *arguments],
-        input=lines if way in ("stdin", "interactive") else "",
+        input=lines if way == "interactive" else "",
         capture_output=True,
         text=True,
         cwd=tmp_path,

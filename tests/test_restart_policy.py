@@ -89,7 +89,7 @@ def test_the_error_of_a_start_is_told_by_serve_and_by_the_owner(
     assert files_of(unique_name) == []
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [pytest.param("reader", marks=pytest.mark.full), "decoder-1"])
 @pytest.mark.parametrize(
     ("end", "how"),
     [
@@ -143,7 +143,7 @@ def test_a_stop_in_the_middle_of_the_start_ends_it_in_order(
     assert files_of(unique_name) == []
 
 
-@pytest.mark.parametrize("role", ["reader", "decoder-1"])
+@pytest.mark.parametrize("role", ["reader", pytest.param("decoder-1", marks=pytest.mark.full)])
 def test_the_error_of_a_running_role_is_told_while_it_is_replaced_and_when_it_is_not(
     unique_name: str, role: str, in_role: Patch, tmp_path: Path
 ) -> None:
