@@ -115,16 +115,21 @@ def test_a_role_that_ends_in_the_middle_of_its_start_fails_the_start_once(
     assert files_of(unique_name) == []
 
 
-@pytest.mark.parametrize("point", ["boot", "sleep"])
+@pytest.mark.parametrize(
+    "place",
+    ["module.Segment.create_or_adopt", "module.Coordinator._set_state"],
+    ids=["at once", "with its segments"],
+)
 def test_a_coordinator_that_is_killed_in_the_middle_of_the_start_is_not_tried_again(
-    unique_name: str, point: str, monkeypatch: pytest.MonkeyPatch
+    unique_name: str, place: str, in_role: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B35: at once, and while it waits for its roles; these find nobody and end."""
-    monkeypatch.setenv("TOKENPIPE_FAULT", f"coordinator:{point}:1:{int(signal.SIGKILL)}")
+    """B35: before anything is made, and with its segments and its endpoint there."""
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    in_role("serve", f"import tokenpipe.coordinator as module; {place} = lambda *a: {kill}")
     config = tp.PipelineConfig(name=unique_name, num_decoders=2, orphan_grace_s=0.1)
     with pytest.raises(tp.PipelineStartError, match="the coordinator was killed by SIGKILL"):
         tp.Pipeline(config)
-    monkeypatch.delenv("TOKENPIPE_FAULT")
+    monkeypatch.delenv("PYTHONPATH")
     with tp.Pipeline(config) as pipe:  # what is left of it, roles included, does not block the next
         assert pipe.health()["state"] == "idle"
 
