@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tokenpipe.errors import ConfigError, PortInUseError
 from tokenpipe.layout import PipelineState
+from tokenpipe.limits import MAX_CONNECTIONS
 from tokenpipe.metrics import CONTENT_TYPE, Exporter
 from tokenpipe.segment import Segment
 from tokenpipe.status import Verdict, View, judge, status_of
@@ -189,7 +190,7 @@ class HealthServer:
     """Serves the endpoint until the `with` ends, over `max_connections` at once. Raises
     PortInUseError (host, port), ConfigError where no server can listen."""
 
-    def __init__(self, segment: Segment, max_connections: int = 128) -> None:
+    def __init__(self, segment: Segment, max_connections: int = MAX_CONNECTIONS) -> None:
         config = segment.config
         port = config.health_port
         if segment.is_adopted:  # probes and dashboards know the port that was bound

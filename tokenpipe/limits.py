@@ -10,7 +10,7 @@ from tokenpipe.errors import LimitError
 _FIXED = 18
 """Segments, locks, queue, endpoint, watch, and what a spawn or a /status opens for a moment."""
 _PER_ROLE = 2
-_MIN_CONNECTIONS, _MAX_CONNECTIONS = 8, 128
+_MIN_CONNECTIONS, MAX_CONNECTIONS = 8, 128
 
 
 def allowed_connections(num_roles: int) -> int:
@@ -20,10 +20,10 @@ def allowed_connections(num_roles: int) -> int:
     own = opened + _FIXED + _PER_ROLE * num_roles
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return _MAX_CONNECTIONS
+        return MAX_CONNECTIONS
     if own + _MIN_CONNECTIONS > limit:
         raise LimitError("file descriptors", own + _MIN_CONNECTIONS, limit, "ulimit -n")
-    return min(limit - own, _MAX_CONNECTIONS)
+    return min(limit - own, MAX_CONNECTIONS)
 
 
 def memory_limit(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
