@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <memory>
@@ -21,6 +22,29 @@ namespace py = pybind11;
 using namespace pybind11::literals;
 
 namespace {
+
+// Lets other Python threads run for the time of a wait.
+//
+// An interpreter that ends meanwhile ends this thread (it must be a daemon) when it asks for the
+// GIL, up to Python 3.13 by pthread_exit: an unwinding that pybind11's own destructor, which is
+// noexcept, turns into an abort of the whole program. So the thread stays here, as from 3.14 on.
+class GilReleased {
+public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) { // pthread_exit: nothing else comes out of C
+      for (;;)
+        pause();
+    }
+  }
+  GilReleased(const GilReleased &) = delete;
+  GilReleased &operator=(const GilReleased &) = delete;
+
+private:
+  PyThreadState *state_;
+};
 
 // ---------------------------------------------------------------- tensors from Python
 
@@ -340,7 +364,7 @@ public:
     if (slot != nullptr)
       tp::fault::point("reader.claimed");
     if (slot == nullptr && timeout_s > 0) {
-      const py::gil_scoped_release release;
+      const GilReleased released;
       slot = producer_.claim({spin_ns_, as_ns(timeout_s)});
     }
     return slot != nullptr;
@@ -376,7 +400,7 @@ public:
     if (producer.slot == nullptr)
       throw py::value_error("get_output() without a claimed slot");
     if (!reader_.wait_for_step({0, 0})) {
-      const py::gil_scoped_release release;
+      const GilReleased released;
       if (!reader_.wait_for_step({spin_ns_, as_ns(timeout_s)}))
         return false;
     }
@@ -404,7 +428,7 @@ public:
   bool get_output(PyProducer &producer, double timeout_s) {
     if (producer.slot == nullptr)
       throw py::value_error("get_output() without a claimed slot");
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return reader_.get_output(*producer.slot, producer.cursor(), timeout_s > 0);
   }
   [[nodiscard]] uint64_t num_too_long() const noexcept { return reader_.num_too_long(); }
@@ -453,7 +477,7 @@ public:
   bool wait_for_space(double timeout_s) {
     if (writer_.wait_for_space({0, 0}))
       return true;
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return writer_.wait_for_space({spin_ns_, as_ns(timeout_s)});
   }
 
@@ -520,7 +544,7 @@ public:
   PyDecoder(const MappedCore &core, uint32_t k, double spin_s)
       : decoder_(core.core(), k), spin_ns_(as_ns(spin_s)) {}
   uint32_t run(uint32_t turns, double timeout_s) {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return decoder_.run(turns, {spin_ns_, as_ns(timeout_s)});
   }
   [[nodiscard]] uint64_t slots_done() const noexcept { return decoder_.slots_done(); }
@@ -539,7 +563,7 @@ public:
   py::object poll(double timeout_s) {
     tp::Client::Head head = client_.first();
     if (!head.is_there && timeout_s > 0) {
-      const py::gil_scoped_release release;
+      const GilReleased released;
       if (client_.wait_for_frame({spin_ns_, as_ns(timeout_s)}))
         head = client_.first();
     }
@@ -547,11 +571,11 @@ public:
   }
   py::object head(uint32_t k) { return shown(client_.head(k)); }
   bool wait_for_frame(double timeout_s) {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return client_.wait_for_frame({spin_ns_, as_ns(timeout_s)});
   }
   bool wait_for_step(uint64_t sequence, double timeout_s) {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return client_.wait_for_step(sequence, {spin_ns_, as_ns(timeout_s)});
   }
   void take(uint32_t k) { client_.take(k); }
@@ -585,7 +609,7 @@ public:
     tp::post(core_, slot, f);
   }
   bool wait_for_reply(uint32_t slot, double timeout_s) {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return tp::wait_for_reply(core_, slot, as_ns(timeout_s));
   }
   // (status, row, generation, value, block ids)
@@ -716,7 +740,7 @@ public:
   }
   [[nodiscard]] uint32_t events() const { return book_.events(); }
   bool wait(uint32_t seen, double timeout_s) {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     return book_.wait(seen, {0, as_ns(timeout_s)});
   }
   void ring() { book_.ring(); }

@@ -25,6 +25,7 @@ from hostile import seeded
 import tokenpipe as tp
 from support import wait_until
 from tokenpipe import health as health_module
+from tokenpipe import limits
 from tokenpipe.health import PATHS, HealthServer
 from tokenpipe.segment import Segment
 
@@ -165,7 +166,7 @@ def open_connections(served: Served) -> int:
 
 def test_whoever_keeps_connections_open_keeps_no_probe_out(served: Served) -> None:
     """More connections than there is room for, half of them in the middle of a request."""
-    num = 3 * health_module._MAX_CONNECTIONS
+    num = 3 * limits.MAX_CONNECTIONS
     with ExitStack() as stack:
         for i in range(num):
             connection = stack.enter_context(served.connect())
@@ -174,7 +175,7 @@ def test_whoever_keeps_connections_open_keeps_no_probe_out(served: Served) -> No
                     connection.sendall(b"GET /livez HTTP/1.1\r\nX: ")
             if i % 32 == 0:
                 assert served.probe() == 200
-                assert open_connections(served) <= health_module._MAX_CONNECTIONS + 2
+                assert open_connections(served) <= limits.MAX_CONNECTIONS + 2
         assert served.probe("/metrics") == 200
     wait_until(lambda: open_connections(served) == 0, 60)
 

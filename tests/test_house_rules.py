@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # What may import what: only from lower floors, never sideways. A package is one module here, its
 # files may import each other. `__init__` is the public face: what is below must not look up to it.
 FLOORS = (
-    ("_native", "stop"),
+    ("_native", "stop", "forks"),
     ("errors", "commands"),
-    ("layout", "config", "records"),
+    ("layout", "config", "records", "limits"),
     ("segment", "requests"),
     ("sources", "lifeline", "outputs", "status"),
     ("reader", "decoder", "resources", "writer", "metrics", "channel", "objects", "drafts"),
@@ -66,6 +66,12 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     # Its queues and pipes unpickle, its children import the user's main module again, its locks
     # outlive who held them; a semaphore does, too.
     (("multiprocessing", "posix_ipc.Semaphore"), ()),
+    # The wall clock may be set at any time: fields that are wall time by their meaning, and the one
+    # offset between the clocks. Everything else is CLOCK_MONOTONIC.
+    (
+        ("time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime"),
+        ("records.py", "handover.py", "segment.py"),
+    ),
     # Nothing received is unpickled or evaluated.
     (("pickle", "_pickle", "pickletools", "copyreg", "marshal", "shelve", "dbm"), ()),
     (("dill", "cloudpickle", "joblib", "jsonpickle"), ()),
@@ -269,6 +275,14 @@ def no_locks(root: Path) -> Iterator[str]:
                 yield at(root, path, number, f"{found[0]}: there is no lock in the path")
 
 
+def no_abort_at_exit(root: Path) -> Iterator[str]:
+    for path in source_files(root, "cuda_ops", suffixes=CPP):
+        for number, line in lines_of(path):
+            if "py::gil_scoped_release" in line:
+                what = "aborts the program at its exit; module.cpp has GilReleased"
+                yield at(root, path, number, what)
+
+
 def sync_points(root: Path) -> Iterator[str]:
     sides: dict[str, list[set[str]]] = {}
     for path in source_files(root, "cuda_ops", suffixes=CPP):
@@ -364,6 +378,7 @@ RULES: tuple[Rule, ...] = (
     pickle_in_cpp,
     memory_orders,
     no_locks,
+    no_abort_at_exit,
     sync_points,
     swallowed_exceptions,
     open_ends,
@@ -431,6 +446,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (pickle_in_cpp, "cuda_ops/module.cpp", 'py::eval("1")'),
     (pickle_in_cpp, "cuda_ops/module.cpp", "c.def(py::pickle(a, b));"),
     (no_unpickling_by_numpy, "tokenpipe/reader.py", "np.load(f, allow_pickle=True)"),
+    (no_abort_at_exit, "cuda_ops/module.cpp", "const py::gil_scoped_release release;"),
     (memory_orders, "cuda_ops/ring.hpp", "x.load(std::memory_order_acquire);"),
     (memory_orders, "cuda_ops/module.cpp", "std::atomic_ref<int> r(x);"),
     (memory_orders, "cuda_ops/ring.hpp", "/* c */ std::atomic_thread_fence(order);"),

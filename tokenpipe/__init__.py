@@ -13,13 +13,13 @@ _HOME = {
     "commands": "FinishReason",
     "config": "PipelineConfig",
     "errors": "ChildBootError ChildError ConfigError DeliveryModeError DrainingError "
-    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError "
+    "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError LimitError "
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "
-    "RowBusyError SegmentError SegmentExistsError SegmentMissingError SegmentSpaceError "
-    "StreamTakenError SyncTimeoutError "
-    "TimeLimitError TokenpipeError UnknownRequestError WrongSourceError",
+    "RowBusyError SegmentError SegmentExistsError SegmentMemoryError SegmentMissingError "
+    "SegmentSpaceError StreamTakenError SyncTimeoutError TimeLimitError TokenpipeError "
+    "UnknownRequestError WrongSourceError",
     "layout": "PipelineState",
     "events": "RequestEvent",
     "outputs": "OutputBatch",

@@ -11,6 +11,7 @@ from tokenpipe.errors import DuplicateRequestError as DuplicateRequestError
 from tokenpipe.errors import ExitCode as ExitCode
 from tokenpipe.errors import InvalidRequestError as InvalidRequestError
 from tokenpipe.errors import LayoutMismatchError as LayoutMismatchError
+from tokenpipe.errors import LimitError as LimitError
 from tokenpipe.errors import NoFreeBlocksError as NoFreeBlocksError
 from tokenpipe.errors import NoFreeRowError as NoFreeRowError
 from tokenpipe.errors import NotAcknowledgedError as NotAcknowledgedError
@@ -29,6 +30,7 @@ from tokenpipe.errors import RoleLostError as RoleLostError
 from tokenpipe.errors import RowBusyError as RowBusyError
 from tokenpipe.errors import SegmentError as SegmentError
 from tokenpipe.errors import SegmentExistsError as SegmentExistsError
+from tokenpipe.errors import SegmentMemoryError as SegmentMemoryError
 from tokenpipe.errors import SegmentMissingError as SegmentMissingError
 from tokenpipe.errors import SegmentSpaceError as SegmentSpaceError
 from tokenpipe.errors import StreamTakenError as StreamTakenError

@@ -6,6 +6,7 @@ multiprocessing (it imports the user's main module again).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -14,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from tokenpipe.errors import ConfigError, ExitCode, PipelineStartError
 from tokenpipe.segment import start_time
 
 _log = logging.getLogger("tokenpipe.children")
@@ -31,6 +33,8 @@ class Child:
     pid: int
     pidfd: int
     process: subprocess.Popen[bytes] | None
+    words_fd: int | None
+    """Where an error that ends it comes from; None for an adopted one, who tells nobody."""
 
     def poll(self) -> int | None:
         """Returns the exit code once the process has ended (-SIGKILL for an adopted one, whose code
@@ -53,6 +57,19 @@ class Child:
         if readable and self.process is not None:
             self.process.wait()
         return bool(readable)
+
+    def last_words(self) -> str:
+        """Returns the error that ended the process, once it has; "" when it has told of none."""
+        if self.words_fd is None:
+            return ""
+        readable, _, _ = select.select([self.words_fd], [], [], 0)
+        return os.read(self.words_fd, 4096).decode(errors="replace") if readable else ""
+
+    def close(self) -> None:
+        """Lets go of a process that has ended."""
+        os.close(self.pidfd)
+        if self.words_fd is not None:
+            os.close(self.words_fd)
 
 
 class Peer:
@@ -100,19 +117,44 @@ def how_it_ended(returncode: int) -> str:
     return f"was killed by {signal.Signals(-returncode).name}"
 
 
-class Watch:
-    """A thread that rings when a process dies or the owner's pipe ends, so that the coordinator,
-    which sleeps on its bell in shared memory, notices at once."""
+def parent_fd(expected_pid: int) -> int:
+    """Returns a descriptor that becomes readable when the process that started us ends.
 
-    def __init__(self, ring: Callable[[], None], owner_fd: int | None) -> None:
+    `expected_pid`: who that was, 0 for whoever is our parent by now. Raises ConfigError when it is
+    outside of our pid namespace, PipelineStartError when it has ended already.
+    """
+    pid = os.getppid()
+    if pid == 0:
+        why = "the parent is outside of this pid namespace"
+        raise ConfigError("exit_with_parent", True, why)
+    if expected_pid in (0, pid):
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(pid)
+            if os.getppid() == pid:  # so the number is still the parent's
+                return fd
+            os.close(fd)
+    raise PipelineStartError(
+        f"start: the parent (pid {expected_pid or pid}) has ended already", ExitCode.FAILED
+    )
+
+
+class Watch:
+    """A thread that rings when a process dies or the owner is gone, so that the coordinator, which
+    sleeps on its bell in shared memory, notices at once.
+
+    `owner_fds`: a pipe to which nobody writes, so that readable means "every writing end is
+    closed"; the pidfd of a parent.
+    """
+
+    def __init__(self, ring: Callable[[], None], owner_fds: Sequence[int]) -> None:
         self._ring = ring
-        self._owner_fd = owner_fd
+        self._owner_fds = owner_fds
         self.owner_is_gone = False
         self._epoll = select.epoll()
         self._wake_read, self._wake_write = os.pipe()
         self.add(self._wake_read)
-        if owner_fd is not None:
-            self.add(owner_fd)
+        for fd in owner_fds:
+            self.add(fd)
         self._thread = threading.Thread(target=self._run, name="tokenpipe-watch", daemon=True)
         self._thread.start()
 
@@ -125,8 +167,7 @@ class Watch:
             for fd, _events in self._epoll.poll():
                 if fd == self._wake_read:
                     return
-                if fd == self._owner_fd:
-                    # Nothing is ever written: readable means that every writing end is closed.
+                if fd in self._owner_fds:
                     self.owner_is_gone = True
                 self._ring()
 
@@ -151,18 +192,30 @@ class Children:
     def spawn(self, role: str, epoch: int) -> Child:
         """Starts one role's process; `epoch` counts its lives."""
         command = [sys.executable, "-m", "tokenpipe", "role", role, "--name", self.name]
-        process = subprocess.Popen(
-            [*command, f"--epoch={epoch}", "--log-level", self.log_level],
-            stdin=subprocess.DEVNULL,
-            # The ready line alone goes to stdout; what a role prints is for the operator.
-            stdout=sys.stderr.fileno(),
-            start_new_session=True,
-        )
-        return self._keep(Child(role, process.pid, os.pidfd_open(process.pid), process))
+        words_fd, role_words_fd = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [
+                    *(*command, f"--epoch={epoch}", "--log-level", self.log_level),
+                    f"--words-fd={role_words_fd}",
+                ],
+                pass_fds=(role_words_fd,),
+                stdin=subprocess.DEVNULL,
+                # The ready line alone goes to stdout; what a role prints is for the operator.
+                stdout=sys.stderr.fileno(),
+                start_new_session=True,
+            )
+            pidfd = os.pidfd_open(process.pid)
+        except BaseException:
+            os.close(words_fd)
+            raise
+        finally:
+            os.close(role_words_fd)
+        return self._keep(Child(role, process.pid, pidfd, process, words_fd))
 
     def adopt(self, role: str, pid: int) -> Child:
         """Takes over a process that a former coordinator has started."""
-        return self._keep(Child(role, pid, os.pidfd_open(pid), None))
+        return self._keep(Child(role, pid, os.pidfd_open(pid), None, None))
 
     def _keep(self, child: Child) -> Child:
         self._children[child.role] = child
@@ -178,9 +231,20 @@ class Children:
             if code is None:
                 continue
             del self._children[child.role]
-            os.close(child.pidfd)
-            exited.append(Exited(child.role, child.pid, code, how_it_ended(code)))
+            words, how = child.last_words(), how_it_ended(code)
+            child.close()
+            exited.append(Exited(child.role, child.pid, code, f"{how}: {words}" if words else how))
+        if os.getpid() == 1:
+            self._reap_strangers()
         return exited
+
+    def _reap_strangers(self) -> None:
+        """Collects orphans: as PID 1 of a container we are given those of everybody."""
+        ours = {child.pid for child in self._children.values()}
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):  # there is no child at all
+            while (found := os.waitid(os.P_ALL, 0, look)) and found.si_pid not in ours:
+                os.waitpid(found.si_pid, 0)
 
     def kill(self, role: str) -> None:
         """Ends a role that does not answer; reap() tells when it is dead."""
@@ -196,7 +260,7 @@ class Children:
                 _log.warning("%s (pid %d) did not stop: killed", child.role, child.pid)
                 child.send(signal.SIGKILL)
                 child.wait(grace_s)
-            os.close(child.pidfd)
+            child.close()
         self._children.clear()
 
     def __enter__(self) -> Children:

@@ -4,6 +4,7 @@ package."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -16,7 +17,7 @@ from typing import Any
 from tokenpipe import __version__
 from tokenpipe._native import LAYOUT_VERSION
 from tokenpipe.config import PipelineConfig, fault_of
-from tokenpipe.errors import ConfigError, ExitCode, TokenpipeError, to_json
+from tokenpipe.errors import ConfigError, ExitCode, TokenpipeError, in_words, to_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     role.add_argument("role")
     role.add_argument("--name", required=True)
     role.add_argument("--epoch", type=int, default=1)
+    role.add_argument("--words-fd", type=int)
     role.add_argument("--log-level", default="info")
     role.set_defaults(run=_role)
     return parser
@@ -64,6 +66,16 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="FD",
         help="descriptor of the ready line (default 1)",
     )
+    parser.add_argument(
+        "--exit-with-parent",
+        type=int,
+        nargs="?",
+        const=0,
+        default=None,
+        metavar="PID",
+        help="end with the process that started this one; PID says which one that was, for a "
+        "parent that may be gone before this one looks",
+    )
     parser.add_argument("--owner-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, default=1, help=argparse.SUPPRESS)
     parser.set_defaults(run=_serve)
@@ -71,6 +83,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     from tokenpipe import coordinator
+    from tokenpipe.children import parent_fd
 
     is_ready = False
 
@@ -94,11 +107,15 @@ def _serve(args: argparse.Namespace) -> int:
             raise ConfigError("ready_fd", args.ready_fd, str(error)) from None
         _set_up_logging("coordinator", config.log_level)
         _pass_boot("coordinator", args.epoch)
-        coordinator.run(config, ready, args.owner_fd)
-    except TokenpipeError as error:
+        owner_fds = [] if args.owner_fd is None else [args.owner_fd]
+        if args.exit_with_parent is not None:
+            owner_fds.append(parent_fd(args.exit_with_parent))
+        coordinator.run(config, ready, owner_fds, has_keeper=args.owner_fd is not None)
+    except Exception as error:
         if not is_ready and args.ready_fd > 2:
             say(to_json(error))  # the owner raises it again
-            return int(error.exit_code)
+            if isinstance(error, TokenpipeError):
+                return int(error.exit_code)
         raise
     return ExitCode.OK
 
@@ -133,6 +150,16 @@ def _role(args: argparse.Namespace) -> int:
     _set_up_logging(args.role, args.log_level)
     _pass_boot(args.role, args.epoch)
     _arm_fault(args.role, args.epoch)
+    try:
+        return _run_role(args)
+    except Exception as error:
+        if args.words_fd is not None:  # /health and the owner's exception repeat it
+            with contextlib.suppress(BrokenPipeError):  # an orphan has nobody to tell
+                os.write(args.words_fd, in_words(error).encode()[:4096])
+        raise
+
+
+def _run_role(args: argparse.Namespace) -> int:
     kind, _, index = args.role.partition("-")
     if kind == "reader":
         from tokenpipe import reader

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenpipe import _native
 from tokenpipe.children import Children, Peer, Watch
 from tokenpipe.commands import FinishReason
 from tokenpipe.config import PipelineConfig
-from tokenpipe.errors import ChildError
+from tokenpipe.errors import ChildError, in_words
 from tokenpipe.health import HealthServer
 from tokenpipe.layout import PipelineState
+from tokenpipe.limits import allowed_connections
 from tokenpipe.resources import Resources
 from tokenpipe.roles import Roles
 from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, leftovers, start_time
@@ -44,26 +45,30 @@ _OWNER_LIMIT_S = 0.0
 def run(
     config: PipelineConfig,
     ready: Callable[[Mapping[str, Any]], None],
-    owner_fd: int | None = None,
+    owner_fds: Sequence[int] = (),
+    *,
+    has_keeper: bool = False,
 ) -> None:
     """Runs a pipeline until it is told to stop; `ready` gets the facts of the ready line.
 
-    Takes over the pipeline of a coordinator that died, if there is one of this name. `owner_fd`:
-    the reading end of a pipe whose end-of-file means that the owner is gone. Raises
-    SegmentExistsError, AdoptionError, SegmentSpaceError, PortInUseError, ChildBootError,
-    RoleLostError; of a queue QueueError, QueueLimitError, QueueTakenError.
+    Takes over the pipeline of a coordinator that died, if there is one of this name. `owner_fds`:
+    descriptors that become readable when the owner is gone (children.Watch); `has_keeper`: one of
+    them is an owning handle's, which replaces this coordinator when it dies. Raises LimitError,
+    SegmentExistsError, AdoptionError, SegmentSpaceError, SegmentMemoryError, PortInUseError,
+    ChildBootError, RoleLostError; of a queue QueueError, QueueLimitError, QueueTakenError.
     """
+    max_connections = allowed_connections(len(role_names(config.num_decoders)) - 1)
     with (
         stop_on_signals() as stop,
         Segment.create_or_adopt(config) as segment,
         prepared_source(segment),
-        HealthServer(segment) as health,
+        HealthServer(segment, max_connections) as health,
         Children(config.name, config.log_level) as children,
     ):
         _tell_of_foreign_segments()
         coordinator = Coordinator(segment, children, stop, health)
         try:
-            if coordinator.start(owner_fd):
+            if coordinator.start(owner_fds, has_keeper):
                 ready(coordinator.facts())
             while coordinator.tick():
                 pass
@@ -115,12 +120,12 @@ class Coordinator:
 
     # -------------------------------------------------------------- start
 
-    def start(self, owner_fd: int | None) -> bool:
+    def start(self, owner_fds: Sequence[int], has_keeper: bool) -> bool:
         """Spawns the roles and returns True when each has beaten once, False when a stop was asked
         for meanwhile. Raises ChildBootError."""
         self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
-        self._book.set_owned(owner_fd is not None)
-        self._watch = self._children.watch = Watch(self._book.ring, owner_fd)
+        self._book.set_owned(has_keeper)
+        self._watch = self._children.watch = Watch(self._book.ring, owner_fds)
         self._roles.start()
         while not self._roles.are_up:
             seen = self._book.events()
@@ -271,8 +276,8 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """Says who failed, and lets the roles that live make the finals of the running requests."""
         role = error.role if isinstance(error, ChildError) else "coordinator"
-        _log.error("failed: %s", error)
-        self._set_state(PipelineState.FAILED, role, str(error))
+        _log.error("failed: %s", in_words(error))
+        self._set_state(PipelineState.FAILED, role, in_words(error))
         self._resources.is_accepting = False
         self._book.set_accepting(False)
         self._resources.end_all(FinishReason.ERROR)

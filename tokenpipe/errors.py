@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
     NAME_TAKEN = 3
     """The name (or the port) belongs to a live run."""
     NO_SPACE = 4
-    """The shared memory does not fit."""
+    """The shared memory does not fit, or a limit of the system is too low."""
     NOT_FOUND = 5
     """Nothing of that name to attach to, or another layout."""
     BOOT_FAILED = 6
@@ -55,6 +55,18 @@ def _shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+class LimitError(TokenpipeError):
+    """A limit that the system sets this process is too low."""
+
+    exit_code = ExitCode.NO_SPACE
+
+    def __init__(self, what: str, needed: int, limit: int, setting: str) -> None:
+        super().__init__(
+            f"start: {needed} {what} are needed, {limit} are allowed; raise it ({setting})"
+        )
+        self.what, self.needed, self.limit, self.setting = what, needed, limit, setting
 
 
 class SegmentError(TokenpipeError):
@@ -92,6 +104,21 @@ class SegmentSpaceError(SegmentError):
             "(docker: --shm-size)",
         )
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
+class SegmentMemoryError(SegmentError):
+    """A process may not map the shared memory: its address space is limited."""
+
+    exit_code = ExitCode.NO_SPACE
+
+    def __init__(self, name: str, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            name,
+            f'map "{name}": {needed_bytes} bytes do not fit into the address space of this process '
+            f"(RLIMIT_AS: {limit_bytes} bytes, -1: none); raise it (ulimit -v), or lower "
+            "--ring-slots, --output-slots, --max-num-seqs or --top-logprobs",
+        )
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
 
 
 class SegmentMissingError(SegmentError):
@@ -381,12 +408,20 @@ class WrongSourceError(TokenpipeError):
 _native.set_errors(OpArgumentError, QueueError)
 
 
-def to_json(error: TokenpipeError) -> str:
+def in_words(error: BaseException) -> str:
+    """Returns the text of an error; of one that is not ours with its kind, without which many a
+    text means nothing."""
+    return str(error) if isinstance(error, TokenpipeError) else f"{type(error).__name__}: {error}"
+
+
+def to_json(error: Exception) -> str:
     """Returns an error with its facts as one JSON object, for another process to raise again."""
-    names = [n for n in inspect.signature(type(error).__init__).parameters if n != "self"]
-    facts = {n: getattr(error, n) for n in names if hasattr(error, n)}
+    facts = {}
+    if isinstance(error, TokenpipeError):
+        names = inspect.signature(type(error).__init__).parameters
+        facts = {n: getattr(error, n) for n in names if n != "self" and hasattr(error, n)}
     return json.dumps(
-        {"event": "failed", "error": type(error).__name__, "text": str(error), "facts": facts}
+        {"event": "failed", "error": type(error).__name__, "text": in_words(error), "facts": facts}
     )
 
 

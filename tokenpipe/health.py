@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tokenpipe.errors import ConfigError, PortInUseError
 from tokenpipe.layout import PipelineState
+from tokenpipe.limits import MAX_CONNECTIONS
 from tokenpipe.metrics import CONTENT_TYPE, Exporter
 from tokenpipe.segment import Segment
 from tokenpipe.status import Verdict, View, judge, status_of
@@ -32,7 +33,6 @@ _log = logging.getLogger("tokenpipe.health")
 _REQUEST_TIMEOUT_S = 5.0
 """From the first wait for a request to its last byte; as long again for the answer."""
 _MAX_REQUEST_BYTES = 32768
-_MAX_CONNECTIONS = 128
 _MAKE_ROOM_S = 1.0
 _READY = (PipelineState.IDLE, PipelineState.RUNNING)
 
@@ -138,10 +138,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], segment: Segment) -> None:
+    def __init__(self, address: tuple[str, int], segment: Segment, max_connections: int) -> None:
         self.segment = segment
         self.exporter = Exporter(segment)
-        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._room = threading.BoundedSemaphore(max_connections)
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}  # oldest first
         super().__init__(address, _Handler)
@@ -187,16 +187,16 @@ class _Server(ThreadingHTTPServer):
 
 
 class HealthServer:
-    """Serves the endpoint until the `with` ends. Raises PortInUseError (host, port), ConfigError
-    where no server can listen."""
+    """Serves the endpoint until the `with` ends, over `max_connections` at once. Raises
+    PortInUseError (host, port), ConfigError where no server can listen."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, max_connections: int = MAX_CONNECTIONS) -> None:
         config = segment.config
         port = config.health_port
         if segment.is_adopted:  # probes and dashboards know the port that was bound
             port = int(View(segment).header["health_port"]) or port
         try:
-            self._server = _Server((config.health_host, port), segment)
+            self._server = _Server((config.health_host, port), segment, max_connections)
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
                 raise PortInUseError(config.health_host, port) from None

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tokenpipe import forks
 from tokenpipe.children import how_it_ended
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import PipelineStartError, TokenpipeError, from_json
+from tokenpipe.segment import leftovers
 
 _log = logging.getLogger("tokenpipe.keeper")
 
@@ -46,11 +48,11 @@ class Keeper:
         while True:
             code = self._process.wait()
             with self._lock:
-                if self._is_stopping or code >= 0 or not self._may_restart():
+                if self._is_stopping or self._ended_by_itself(code) or not self._may_restart():
                     self.is_replacing = False
                     return
                 self.is_replacing = True
-                os.close(self._owner_fd)
+                forks.close(self._owner_fd)
             _log.error("the coordinator (pid %d) %s", self._process.pid, how_it_ended(code))
             try:
                 process, owner_fd, _ready = self._spawn()
@@ -63,6 +65,13 @@ class Keeper:
             with self._lock:
                 self._process, self._owner_fd = process, owner_fd
                 self.is_replacing = False
+
+    def _ended_by_itself(self, code: int) -> bool:
+        if code:
+            return code > 0
+        # A program that ignores SIGCHLD, or waits for every child, takes the code away from us, and
+        # it reads as 0. But who ends in order removes its segments first.
+        return not any(leftovers(self._config.name))
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -82,19 +91,22 @@ class Keeper:
                     break
             time.sleep(0.005)
         if owner_fd >= 0:
-            os.close(owner_fd)  # its end-of-file is the coordinator's word to stop
+            forks.close(owner_fd)  # its end-of-file is the coordinator's word to stop
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._thread.join()
-        return self._process.wait() < 0
+        return not self._ended_by_itself(self._process.wait())
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], int, Mapping[str, Any]]:
         """Starts `tokenpipe serve`, waits for its ready line, raises the error that it tells of."""
         self._epoch += 1
-        ready_read, ready_write = os.pipe()
-        owner_read, owner_write = os.pipe()
+        with forks.guard:  # a copy of these ends would hide that the other side is gone
+            ready_read, ready_write = os.pipe()
+            owner_read, owner_write = os.pipe()
+            forks.mark(ready_write)
+            forks.mark(owner_write)
         try:
             process = subprocess.Popen(
                 [
@@ -108,15 +120,15 @@ class Keeper:
             )
         except BaseException:
             os.close(ready_read)
-            os.close(owner_write)
+            forks.close(owner_write)
             raise
         finally:
-            os.close(ready_write)
+            forks.close(ready_write)
             os.close(owner_read)
         try:
             return process, owner_write, _read_ready(process, ready_read, self._patience_s)
         except BaseException:
-            os.close(owner_write)
+            forks.close(owner_write)
             if process.poll() is None:
                 process.kill()
             process.wait()

@@ -138,7 +138,8 @@ class Pipeline:
         self._streams: Streams | None = None
         self._mode: str | None = None
         self._mode_lock = threading.Lock()
-        self._is_closed = False
+        self._pid = os.getpid()
+        self._was_closed = False
 
     @property
     def name(self) -> str:
@@ -152,6 +153,10 @@ class Pipeline:
         return {n: int(r["pid"]) for n, r in zip(names, self._view.roles, strict=True)}
 
     # -------------------------------------------------------------- is it still there
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._was_closed or os.getpid() != self._pid
 
     def _is_over(self) -> bool:
         """Whether no frame can come any more: said so, or the coordinator and the roles are
@@ -174,8 +179,10 @@ class Pipeline:
             raise PipelineGoneError(self.name, self._why_gone())
 
     def _why_gone(self) -> str:
-        if self._is_closed:
+        if self._was_closed:
             return "this handle is closed"
+        if self._is_closed:
+            return f"this handle is a fork's copy of that of pid {self._pid}"
         reason = bytes(self._view.header["reason"]).split(b"\0")[0].decode(errors="replace")
         state = PipelineState(int(self._view.header["state"]))
         if state in (PipelineState.FAILED, PipelineState.STOPPED):
@@ -382,6 +389,8 @@ class Pipeline:
     # -------------------------------------------------------------- delivery
 
     def _choose(self, mode: str) -> None:
+        if os.getpid() != self._pid:  # a copy must not take the frames of the one client
+            self._raise_if_closed()
         with self._mode_lock:
             if self._mode not in (None, mode):
                 raise DeliveryModeError(str(self._mode), mode)
@@ -534,13 +543,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Lets go. The owner also stops the pipeline and blocks until all its processes have
-        ended."""
+        ended. In a forked copy of the process it does nothing: the handle is not the copy's."""
         if self._is_closed:
             return
         killed = False
         if self._keeper is not None:
             killed = self._keeper.stop(_STOP_GRACE_S + self.config.orphan_grace_s)
-        self._is_closed = True
+        self._was_closed = True
         if self._streams is not None:
             self._streams.close()
         self._handover.give_up_all()

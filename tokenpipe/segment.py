@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import stat
 import struct
 import time
@@ -21,17 +22,20 @@ from types import TracebackType
 
 import posix_ipc
 
-from tokenpipe import _native
+from tokenpipe import _native, forks
 from tokenpipe.config import NAME_PATTERN, PipelineConfig
 from tokenpipe.errors import (
     AdoptionError,
     ConfigError,
     LayoutMismatchError,
+    LimitError,
     SegmentError,
     SegmentExistsError,
+    SegmentMemoryError,
     SegmentMissingError,
     SegmentSpaceError,
 )
+from tokenpipe.limits import memory_limit
 
 FOLDER = "/dev/shm"
 PREFIX = "tokenpipe."
@@ -94,10 +98,16 @@ class Mapping:
     """One shared-memory file, mapped. Closing it releases the locks that were taken through it."""
 
     def __init__(self, file_name: str, fd: int) -> None:
+        """Takes over the descriptor. Raises SegmentError when it cannot be mapped."""
         self.file_name = file_name
-        self.fd = fd
         self._held: set[int] = set()
-        self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        try:
+            self.memory = _mapped(file_name, fd)
+            # Opened again for the locks: mmap keeps a copy of the other one, also in a fork.
+            with forks.guard:
+                self.fd = forks.mark(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        finally:
+            os.close(fd)
 
     @classmethod
     def create(cls, file_name: str, num_bytes: int) -> Mapping:
@@ -112,13 +122,13 @@ class Mapping:
         try:
             os.fchmod(fd, 0o600)
             os.posix_fallocate(fd, 0, num_bytes)
-            mapping = cls(file_name, fd)
         except OSError as e:
             os.close(fd)
             if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             free = os.statvfs(FOLDER)
             raise SegmentSpaceError(file_name, num_bytes, free.f_bavail * free.f_frsize) from None
+        mapping = cls(file_name, fd)
         mapping.lock(LOCK_COORDINATOR)
         return mapping
 
@@ -194,12 +204,20 @@ class Mapping:
     def close(self) -> None:
         """Releases the locks and closes the file; the memory stays mapped while a view of it
         lives."""
-        if self.fd >= 0:
-            for byte in self._held:  # mmap has a descriptor of its own, which would keep them
-                fcntl.fcntl(self.fd, _F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte, 1))
-            self._held.clear()
-            os.close(self.fd)
-            self.fd = -1
+        self._held.clear()
+        forks.close(self.fd)
+        self.fd = -1
+
+
+def _mapped(file_name: str, fd: int) -> mmap.mmap:
+    num_bytes = os.fstat(fd).st_size
+    try:
+        return mmap.mmap(fd, num_bytes)
+    except OSError as e:
+        if e.errno != errno.ENOMEM:
+            raise
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+        raise SegmentMemoryError(file_name, num_bytes, limit_bytes) from None
 
 
 def _set_lock(fd: int, byte: int) -> None:
@@ -291,10 +309,15 @@ class Segment:
         """Creates both segments and takes the coordinator's lock.
 
         Removes what dead runs left, of any name. Raises SegmentExistsError (owner_pid) when a
-        live run has the name, SegmentSpaceError when the pages do not fit into /dev/shm.
+        live run has the name, SegmentSpaceError when the pages do not fit into /dev/shm, LimitError
+        when they do not fit into the memory of our cgroup.
         """
         sweep()
         plan, own = config.plan(), Identity.own()
+        needed, limit = plan["core_bytes"] + plan["source_bytes"], memory_limit()
+        if limit is not None and needed > limit:
+            setting = "the cgroup's memory limit, or lower --ring-slots and --output-slots"
+            raise LimitError("bytes of shared memory", needed, limit, setting)
         who = (own.pid, own.pid_namespace, own.start, own.boot_id)
         made: list[Mapping] = []
         published: list[Mapping] = []

@@ -6,6 +6,7 @@ Every figure is read without stopping anybody; what a decoder commits in one tur
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from tokenpipe.layout import (
     SOURCE,
     PipelineState,
 )
-from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment
+from tokenpipe.segment import LOCK_CLIENT, LOCK_WRITER, Segment, start_time
 
 WAITS = {0: "nothing", 1: "input", 2: "space"}
 
@@ -212,16 +213,20 @@ def ring_advice(view: View) -> str:
     return f"the ring was never more than {most} of {slots} full"
 
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
 def process_figures(pid: int) -> dict[str, float]:
     """Returns CPU seconds, resident bytes and uptime of a process; empty when it is gone."""
     try:
         process = psutil.Process(pid)
+        since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)  # no step of the wall clock shows
         with process.oneshot():
             cpu = process.cpu_times()
             return {
                 "cpu_s": cpu.user + cpu.system,
                 "resident_bytes": process.memory_info().rss,
-                "uptime_s": time.time() - process.create_time(),
+                "uptime_s": max(0.0, since_boot_s - (start_time(pid) or 0) / _TICKS_PER_S),
             }
     except psutil.Error:
         return {}

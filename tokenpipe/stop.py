@@ -24,7 +24,9 @@ def stop_on_signals(*, ignore_interrupt: bool = False) -> Iterator[Stop]:
     """Lets SIGTERM and SIGINT set the flag of the Stop it yields; main thread only.
 
     `ignore_interrupt`: Ctrl-C reaches every process of a terminal's group, but it is the
-    coordinator that decides when a role ends.
+    coordinator that decides when a role ends. What the program that started us has blocked or
+    ignored is inherited: without SIGTERM we could not be stopped, and with SIGCHLD ignored no one
+    could say how a role ended.
     """
     stop = Stop()
 
@@ -36,9 +38,12 @@ def stop_on_signals(*, ignore_interrupt: bool = False) -> Iterator[Stop]:
         signal.SIGINT: signal.signal(
             signal.SIGINT, signal.SIG_IGN if ignore_interrupt else set_flag
         ),
+        signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL),
     }
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield stop
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for signum, handler in before.items():
             signal.signal(signum, handler)

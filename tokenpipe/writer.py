@@ -63,6 +63,7 @@ class EngineWriter:
             raise PartyExistsError(segment.name, "engine writer", pid)
         self._writer = _native.Writer(segment.source, spin_us / 1e6)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._is_closed = False
         _native.announce_writer(segment.source, os.getpid(), start_time(os.getpid()) or 0)
 
@@ -395,6 +396,9 @@ class EngineWriter:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise PipelineGoneError(self._segment.name, "this writer is closed")
+        if os.getpid() != self._pid:
+            why = f"this writer is a fork's copy of that of pid {self._pid}"
+            raise PipelineGoneError(self._segment.name, why)
 
     def poll_control(self) -> list[ControlEvent]:
         """Returns what has been decided about rows since the last call; each thing once.
@@ -418,7 +422,10 @@ class EngineWriter:
         return self._writer.published
 
     def close(self) -> None:
-        """Lets go of the segment; another writer may attach then."""
+        """Lets go of the segment; another writer may attach then. In a forked copy of the process
+        it does nothing: the writer is not the copy's."""
+        if os.getpid() != self._pid:
+            return
         if not self._is_closed:
             self._is_closed = True
             _native.announce_writer(self._segment.source, 0, 0)
