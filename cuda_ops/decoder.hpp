@@ -284,11 +284,8 @@ private:
     next_.slots_done += 1;
     next_.next_source_sequence = slot.source_sequence + 1;
     count.steps += 1;
-    if (slot.bad != TP_BAD_NONE) {
-      if (k_ == 0 && slot.bad < TP_BAD_REASONS)
-        (&count.bad_rows)[slot.bad - 1] += 1;
-      return;
-    }
+    if (slot.bad != TP_BAD_NONE && slot.bad < TP_BAD_REASONS && k_ == 0)
+      (&count.bad_rows)[slot.bad - 1] += 1; // what rows it has end with an error
     const uint32_t n = slot.num_rows, decoders = core_.sizes.num_decoders;
     const StepColumns at(n, slot.num_tokens, slot.width, slot.flags);
     const auto *rows = column<uint32_t>(slot, at.rows);

@@ -124,7 +124,8 @@ enum {
   TP_BAD_BYTES = 4,    /* the body does not fit, or is not what the counts say */
   TP_BAD_FLAGS = 5,    /* unknown mode or flag */
   TP_BAD_SEQUENCE = 6, /* its number is not the one that is due: the cursor has passed old bytes */
-  TP_BAD_REASONS = 7,  /* how many reasons there are */
+  TP_BAD_MESSAGE = 7,  /* not a message of this source, or one that contradicts itself */
+  TP_BAD_REASONS = 8,  /* how many reasons there are */
 };
 
 /* Where the engine's steps come from: tp_options.source and tp_source.kind. */
@@ -296,6 +297,7 @@ typedef struct {
   uint64_t bad_bytes;
   uint64_t bad_flags;
   uint64_t bad_sequence;
+  uint64_t bad_message;
   uint64_t completions;     /* requests that ended with a result; not those of a prefill instance */
   uint64_t draft_rows_seen; /* rows of draft steps: what they hold are not tokens */
   uint64_t draft_rows_delivered;
@@ -470,7 +472,7 @@ typedef struct {
   uint32_t flags;        /* TP_STEP_* */
   uint32_t message_flag; /* 3 target, 4 draft */
   uint32_t body_bytes;
-  uint32_t bad; /* reader: TP_BAD_*; the step is empty then */
+  uint32_t bad; /* reader: TP_BAD_*; no row of the step has a token then */
   uint32_t pad0_;
   uint64_t barrier; /* reader of a queue: the last barrier that it met before this step */
   uint8_t pad_[TP_LINE_BYTES - 80];

@@ -15,6 +15,7 @@
 #include "decoder.hpp"
 #include "output_ops.hpp"
 #include "ring.hpp"
+#include "stream_records.hpp"
 #include "sysv_source.hpp"
 
 namespace py = pybind11;
@@ -442,6 +443,37 @@ public:
 
 private:
   tp::sysv::Queue queue_;
+};
+
+class PyStreamRecords {
+public:
+  PyStreamRecords(const MappedCore &core, uint64_t max_message_bytes)
+      : records_(core.core().sizes, max_message_bytes) {}
+
+  // None, or (reason, words) of a message that was refused.
+  py::object read(const py::buffer &message) {
+    const py::buffer_info info = message.request();
+    received_ns_ = tp::now_ns();
+    const auto refused = records_.read(
+        {static_cast<const uint8_t *>(info.ptr), static_cast<size_t>(info.size * info.itemsize)});
+    if (!refused)
+      return py::none();
+    return py::make_tuple(tp::pickle::refusal_names[static_cast<size_t>(refused->why)],
+                          refused->what());
+  }
+  [[nodiscard]] bool has_step() const noexcept { return records_.has_step(); }
+  void fill(PyProducer &producer) {
+    if (producer.slot == nullptr || !records_.has_step())
+      throw py::value_error("fill() without a claimed slot, or without a step");
+    records_.fill(*producer.slot);
+    producer.slot->source_sequence = producer.cursor(); // the wire has no sequence of its own
+    producer.slot->saved_ns = received_ns_;
+    tp::fault::point("reader.filled");
+  }
+
+private:
+  tp::StreamRecords records_;
+  uint64_t received_ns_ = 0;
 };
 
 class PyWriter {
@@ -920,7 +952,7 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        dropped_prefill, dropped_shielded, dropped_warm_up, finals_stop,
                        finals_length, finals_abort, finals_recovery, finals_error, finals_shutdown,
                        acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
-                       bad_sequence, completions, draft_rows_seen, draft_rows_delivered,
+                       bad_sequence, bad_message, completions, draft_rows_seen, draft_rows_delivered,
                        prompt_rows, poison_slots, spec_rows, spec_heads, pad_);
   PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
   PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum, pad_);
@@ -1120,6 +1152,13 @@ PYBIND11_MODULE(_native, m) {
       .def("publish", &PyProducer::publish)
       .def("beat", &PyProducer::beat)
       .def_property_readonly("cursor", &PyProducer::cursor);
+
+  py::class_<PyStreamRecords>(m, "StreamRecords")
+      .def(py::init<const MappedCore &, uint64_t>(), "core"_a, "max_message_bytes"_a,
+           py::keep_alive<1, 2>())
+      .def("read", &PyStreamRecords::read, "message"_a)
+      .def("fill", &PyStreamRecords::fill, "producer"_a)
+      .def_property_readonly("has_step", &PyStreamRecords::has_step);
 
   py::class_<PySourceReader>(m, "SourceReader")
       .def(py::init<const MappedSource &, const MappedCore &, double>(), "source"_a, "core"_a,
