@@ -46,10 +46,14 @@ public:
     }
   }
 
+  // The next step is one that ends every running request.
+  void add_gap() { steps_.push_back(begin_step(TP_STEP_GAP, 0)); }
+
   [[nodiscard]] bool has_step() const noexcept { return next_ < steps_.size(); }
 
-  // Writes the next step, but for its sequences and stamps.
-  void fill(tp_step &slot) noexcept {
+  // Writes the next step, but for its sequences and stamps; returns how many tokens it has that a
+  // request is owed.
+  uint32_t fill(tp_step &slot) noexcept {
     const Step &step = steps_[next_++];
     const StepColumns at(step.num_rows, step.num_tokens, step.width, step.flags);
     copy(slot, at.rows, row_, step.row, step.num_rows);
@@ -69,10 +73,11 @@ public:
     slot.num_rows = step.num_rows;
     slot.num_tokens = step.num_tokens;
     slot.width = step.width;
-    slot.flags = step.flags | TP_STEP_NOT_NEED_STOP;
+    slot.flags = step.flags | TP_STEP_UNSTAMPED | TP_STEP_NOT_NEED_STOP;
     slot.message_flag = step.message_flag;
     slot.body_bytes = static_cast<uint32_t>(at.end - sizeof(tp_step));
     slot.bad = step.bad;
+    return step.num_saved;
   }
 
 private:
@@ -142,7 +147,7 @@ private:
   // Where the columns of a step begin in the vectors below.
   struct Step {
     uint32_t flags = 0, message_flag = TP_MESSAGE_TARGET, bad = TP_BAD_NONE, width = 0;
-    uint32_t num_rows = 0, num_tokens = 0;
+    uint32_t num_rows = 0, num_tokens = 0, num_saved = 0;
     size_t row = 0, token = 0, id = 0, logprob = 0, rank = 0;
   };
 
@@ -420,6 +425,7 @@ private:
       } else if (!is_packed)
         add_nothing(width);
       step.num_tokens += is_packed ? row->num : 1;
+      step.num_saved += mode == Mode::tokens ? row->num : 0;
     }
     steps_.push_back(step);
   }
@@ -449,8 +455,11 @@ private:
       } catch (const Refused &) {
         row.state = refused_row; // it had tokens, and they cannot be read
       }
-      add_row(step, number, row.state == TP_ROW_TOKEN ? refused_row : row.state, 0, 0);
+      if (row.state == TP_ROW_TOKEN)
+        row.state = refused_row;
+      add_row(step, number, row.state, 0, 0);
       add_nothing(0);
+      step.num_saved += row.state == refused_row;
       step.num_tokens += 1;
     } catch (const Refused &) {
       return; // whose row it is cannot be told

@@ -63,15 +63,20 @@ def message(body: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def records() -> Iterator[_native.StreamRecords]:
+def pipe() -> Iterator[InProcess]:
     config = tp.PipelineConfig(
         max_num_seqs=ROWS, top_logprobs=TOP, max_draft_tokens=DRAFTS, max_pooling_floats=FLOATS
     )
     with InProcess(config) as pipe:
-        yield _native.StreamRecords(pipe.segment.core, MAX_BYTES)
+        yield pipe
 
 
-def refusal(records: _native.StreamRecords, body: bytes) -> tuple[str, str]:
+@pytest.fixture(scope="module")
+def records(pipe: InProcess) -> _native.StreamReader:
+    return _native.StreamReader(pipe.segment.source, pipe.segment.core, MAX_BYTES)
+
+
+def refusal(records: _native.StreamReader, body: bytes) -> tuple[str, str]:
     """Why the message is refused; it must be, and the next good one must be read."""
     refused = records.read(body)
     assert refused is not None
@@ -94,7 +99,7 @@ def masked(thing: Any) -> bytes:
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("numpy", [1, 2])
 def test_every_integer_dtype_is_read(
-    records: _native.StreamRecords, protocol: int, numpy: int
+    records: _native.StreamReader, protocol: int, numpy: int
 ) -> None:
     for dtype, order in itertools.product(DTYPES, "<>"):
         array = np.array([1, 0, 1], np.dtype(dtype).newbyteorder(order))
@@ -105,7 +110,7 @@ def test_every_integer_dtype_is_read(
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("numpy", [1, 2])
 def test_every_float_dtype_order_and_shape_is_read(
-    records: _native.StreamRecords, protocol: int, numpy: int
+    records: _native.StreamReader, protocol: int, numpy: int
 ) -> None:
     shapes: tuple[tuple[int, ...], ...] = ((), (6,), (2, 3), (3, 2))
     for dtype, order, shape in itertools.product(FLOAT_DTYPES, "<>", shapes):
@@ -117,7 +122,7 @@ def test_every_float_dtype_order_and_shape_is_read(
 
 @pytest.mark.parametrize("state", list(DecoderState))
 def test_every_decoder_state_is_read_in_both_spellings(
-    records: _native.StreamRecords, state: DecoderState
+    records: _native.StreamReader, state: DecoderState
 ) -> None:
     row = [record(1, 5, decoder_state=state)]
     by_value = pickled(row)
@@ -148,13 +153,13 @@ def array_of_int64(data: bytes, size: int | None = None) -> bytes:
     return name("numpy._core.numeric", "_frombuffer") + MARK + call + b"t" + REDUCE
 
 
-def test_the_envelope_of_fastdeploys_servers_is_opened(records: _native.StreamRecords) -> None:
+def test_the_envelope_of_fastdeploys_servers_is_opened(records: _native.StreamReader) -> None:
     envelope = {"__meta": {"send_ts": 1.5}, "data": a_row()}
     assert records.read(pickled(envelope)) is None
     assert refusal(records, pickled({"data": a_row()}))[0] == "type"
 
 
-def test_lists_longer_than_one_append_are_read(records: _native.StreamRecords) -> None:
+def test_lists_longer_than_one_append_are_read(records: _native.StreamReader) -> None:
     many = [record(i % ROWS, -1) for i in range(2 * ROWS)]
     assert records.read(pickled(many)) is None
 
@@ -171,21 +176,23 @@ def test_lists_longer_than_one_append_are_read(records: _native.StreamRecords) -
     numpy=st.sampled_from([1, 2]),
 )
 def test_what_is_read_is_what_pickle_reads(
-    array: np.ndarray, protocol: int, is_fortran: bool, numpy: int
+    pipe: InProcess,
+    records: _native.StreamReader,
+    array: np.ndarray,
+    protocol: int,
+    is_fortran: bool,
+    numpy: int,
 ) -> None:
     if is_fortran:
         array = np.asfortranarray(array)
     body = pickled([record(2, pooler_output=array)], protocol, numpy)
     (theirs,) = unpickled(body)
-    with InProcess(tp.PipelineConfig(max_num_seqs=ROWS, max_pooling_floats=FLOATS)) as pipe:
-        reader = _native.StreamRecords(pipe.segment.core, MAX_BYTES)
-        assert reader.read(body) is None
-        assert pipe.producer.claim(0.0)
-        reader.fill(pipe.producer)
-        pipe.producer.publish()
-        at = pipe.config.plan()["slots"] + _native.step_columns(1, 1, array.size, 8)["logprobs"]
-        ours = np.frombuffer(pipe.segment.core_memory, np.float32, array.size, at)
-        np.testing.assert_array_equal(ours, theirs.pooler_output.astype(np.float32).ravel())
+    assert records.read(body) is None
+    assert pipe.producer.claim(0.0)
+    records.fill(pipe.producer)
+    at = pipe.config.plan()["slots"] + _native.step_columns(1, 1, array.size, 8)["logprobs"]
+    ours = np.frombuffer(pipe.segment.core_memory, np.float32, array.size, at)
+    np.testing.assert_array_equal(ours, theirs.pooler_output.astype(np.float32).ravel())
 
 
 # --- what is refused, each by its reason
@@ -230,6 +237,8 @@ class Hostile(list):  # type: ignore[type-arg]
         ("a giant BYTEARRAY8", message(b"\x96" + b"\xff" * 8), "truncated", str(2**64 - 1)),
         ("a giant FRAME", message(b"\x95" + b"\xff" * 8), "truncated", str(2**64 - 1)),
         ("a frame in a frame", message(frame(20) + frame(0) + b"N" * 11), "truncated", "frame"),
+        ("a cut argument", PROTO + b"K", "truncated", "1 bytes are wanted at byte 3, 0 are"),
+        ("an argument across a frame's end", message(frame(1) + b"K\x01"), "truncated", "0 are"),
         ("bytes behind the end", pickled([]) + b"N", "truncated", "1 bytes follow"),
         ("deep lists", message(b"]" * 5000), "limit", "stack"),
         ("deep marks", message(b"(" * 17), "limit", "marks"),
@@ -287,7 +296,7 @@ class Hostile(list):  # type: ignore[type-arg]
     ],
 )
 def test_everything_else_is_refused_by_name(
-    records: _native.StreamRecords, what: str, body: bytes, reason: str, words: str
+    records: _native.StreamReader, what: str, body: bytes, reason: str, words: str
 ) -> None:
     found, said = refusal(records, body)
     assert (found, words in said) == (reason, True), f"{what}: {found}: {said}"
@@ -295,26 +304,26 @@ def test_everything_else_is_refused_by_name(
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3])
 def test_older_protocols_are_refused_by_number(
-    records: _native.StreamRecords, protocol: int
+    records: _native.StreamReader, protocol: int
 ) -> None:
     reason, said = refusal(records, pickled(a_row(), protocol))
     assert reason == "protocol"
     assert protocol < 2 or f"protocol {protocol}" in said
 
 
-def test_a_message_larger_than_the_limit_is_refused(records: _native.StreamRecords) -> None:
+def test_a_message_larger_than_the_limit_is_refused(records: _native.StreamReader) -> None:
     reason, said = refusal(records, b"\0" * (MAX_BYTES + 1))
     assert (reason, str(MAX_BYTES) in said) == ("size", True)
 
 
-def test_no_word_of_a_sender_reaches_a_terminal_unchanged(records: _native.StreamRecords) -> None:
+def test_no_word_of_a_sender_reaches_a_terminal_unchanged(records: _native.StreamReader) -> None:
     _, said = refusal(records, message(name("\x1b[31m\n", "x" * 200)))
     assert said.isprintable()
     assert len(said) < 200
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_a_message_cut_anywhere_is_refused(records: _native.StreamRecords, protocol: int) -> None:
+def test_a_message_cut_anywhere_is_refused(records: _native.StreamReader, protocol: int) -> None:
     prompt = candidates([[1, 2], [3, 4]], [[0.5, 0.25]] * 2, [1, 2])
     whole = pickled(
         a_row(logprobs=candidates([[5, 6]], [[0, 1]], [1]), prompt_logprobs=prompt), protocol
@@ -378,7 +387,7 @@ def fuzz(count: int, seed: int) -> None:
         num_decoders=2,
     )
     with InProcess(config) as pipe:
-        reader = _native.StreamRecords(pipe.segment.core, MAX_BYTES)
+        reader = _native.StreamReader(pipe.segment.source, pipe.segment.core, MAX_BYTES)
         for _ in range(count):
             refused += reader.read(mutated(rng, messages)) is not None
             while reader.has_step:  # whatever it was, its steps are such as the decoders take

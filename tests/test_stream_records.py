@@ -26,9 +26,10 @@ from tokenpipe import _native
 from tokenpipe.layout import STEP
 
 ROWS, TOP, DRAFTS, FLOATS = 8, 4, 3, 6
-ACCEPT, POSITIONS, NOT_NEED_STOP, POOLING, PROMPT = 1, 2, 4, 8, 16
+ACCEPT, POSITIONS, POOLING, PROMPT = 1, 2, 8, 16
+EVERY = 4 | 32  # NOT_NEED_STOP, UNSTAMPED
 TOKEN, NONE, RECOVERY, ACKNOWLEDGED, REFUSED = 0, 1, 2, 3, 255
-BAD_ROWS, BAD_WIDTH, BAD_MESSAGE = 1, 2, 6
+BAD_ROWS, BAD_WIDTH, BAD_MESSAGE = 1, 2, 7
 COLUMNS = {
     "rows": np.uint32,
     "generations": np.uint32,
@@ -44,7 +45,7 @@ COLUMNS = {
 
 @dataclass
 class Step:
-    """A slot's header and columns; `flags` without NOT_NEED_STOP, which every step has."""
+    """A slot's header and columns; `flags` without those that every step has."""
 
     flags: int
     message_flag: int
@@ -71,7 +72,9 @@ class Harness:
             "num_decoders": 2,
         }
         self.pipe = InProcess(tp.PipelineConfig(**(defaults | sizes)))  # type: ignore[arg-type]
-        self.records = _native.StreamRecords(self.pipe.segment.core, 1 << 24)
+        self.records = _native.StreamReader(
+            self.pipe.segment.source, self.pipe.segment.core, 1 << 24
+        )
 
     def steps(self, message: bytes) -> list[Step]:
         """What the message gives; it must be a good one."""
@@ -101,7 +104,7 @@ class Harness:
         head = np.frombuffer(memory, STEP, 1, begin)[0]
         n, m, width = (int(head[name]) for name in ("num_rows", "num_tokens", "width"))
         flags = int(head["flags"])
-        assert flags & NOT_NEED_STOP
+        assert flags & EVERY == EVERY
         at = _native.step_columns(n, m, width, flags)
         assert int(head["body_bytes"]) == at["end"] - STEP.itemsize
         assert int(head["source_sequence"]) == self.pipe.producer.cursor
@@ -118,7 +121,7 @@ class Harness:
             name: np.frombuffer(memory, dtype, counts[name], begin + at[name]).tolist()
             for name, dtype in COLUMNS.items()
         }
-        flags &= ~NOT_NEED_STOP
+        flags &= ~EVERY
         return Step(flags, int(head["message_flag"]), width, int(head["bad"]), columns)
 
 
@@ -274,7 +277,9 @@ def test_prompt_logprobs_come_before_the_token_in_pieces(harness: Harness) -> No
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), protocol=st.sampled_from([4, 5]), numpy=st.sampled_from([1, 2]))
-def test_every_row_comes_out_as_it_went_in(data: st.DataObject, protocol: int, numpy: int) -> None:
+def test_every_row_comes_out_as_it_went_in(
+    harness: Harness, data: st.DataObject, protocol: int, numpy: int
+) -> None:
     rows = data.draw(st.lists(st.integers(0, ROWS - 1), unique=True, min_size=1))
     width = data.draw(st.integers(0, TOP + 1))
     sent, expected = [], {}
@@ -287,9 +292,7 @@ def test_every_row_comes_out_as_it_went_in(data: st.DataObject, protocol: int, n
         fields = {"logprobs": candidates(ids, scores, ranks)} if width else {}
         sent.append(record(row, tokens, **fields))
         expected[row] = (tokens, ids.ravel().tolist(), scores.ravel().tolist())
-    harness = Harness()
-    with harness.pipe:
-        (step,) = harness.steps(pickled(sent, protocol, numpy))
+    (step,) = harness.steps(pickled(sent, protocol, numpy))
     counts = step.accept_num or [1] * len(rows)
     found, at = {}, 0
     for row, count in zip(step.rows, counts, strict=True):

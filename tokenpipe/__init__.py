@@ -18,7 +18,7 @@ _HOME = {
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "
     "RowBusyError SegmentError SegmentExistsError SegmentMissingError SegmentSpaceError "
-    "StreamTakenError SyncTimeoutError "
+    "SocketTakenError StreamTakenError SyncTimeoutError "
     "TimeLimitError TokenpipeError UnknownRequestError WrongSourceError",
     "layout": "PipelineState",
     "events": "RequestEvent",
