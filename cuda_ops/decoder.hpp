@@ -224,9 +224,14 @@ private:
     next_.next_source_sequence = slot.source_sequence + 1;
     next_.counters.steps += 1;
     next_.counters.poison_slots += 1;
+    end_running(UINT64_MAX);
+  }
+
+  // Requests that were admitted by source sequence `at` end with an error in this turn.
+  void end_running(uint64_t at) noexcept {
     for (uint32_t i = 0; i < rows_.size(); ++i)
-      if (rows_[i].generation != 0 && state_[i].terminal == TP_FINISH_NONE &&
-          rows_[i].mark == TP_FINISH_NONE &&
+      if (rows_[i].generation != 0 && rows_[i].from_sequence <= at &&
+          state_[i].terminal == TP_FINISH_NONE && rows_[i].mark == TP_FINISH_NONE &&
           observe(core_.freed(row_number(i))) != rows_[i].generation)
         rows_[i].mark = TP_FINISH_ERROR;
   }
@@ -284,11 +289,10 @@ private:
     next_.slots_done += 1;
     next_.next_source_sequence = slot.source_sequence + 1;
     count.steps += 1;
-    if (slot.bad != TP_BAD_NONE) {
-      if (k_ == 0 && slot.bad < TP_BAD_REASONS)
-        (&count.bad_rows)[slot.bad - 1] += 1;
-      return;
-    }
+    if (slot.flags & TP_STEP_GAP)
+      end_running(slot.source_sequence);
+    if (slot.bad != TP_BAD_NONE && slot.bad < TP_BAD_REASONS && k_ == 0)
+      (&count.bad_rows)[slot.bad - 1] += 1; // what rows it has end with an error
     const uint32_t n = slot.num_rows, decoders = core_.sizes.num_decoders;
     const StepColumns at(n, slot.num_tokens, slot.width, slot.flags);
     const auto *rows = column<uint32_t>(slot, at.rows);
@@ -656,7 +660,7 @@ private:
   void write_frame(const tp_step *slot) noexcept {
     tp_frame &frame = core_.frame(k_, commit_.frames);
     constexpr uint32_t echoed =
-        TP_STEP_NOT_NEED_STOP | TP_STEP_POOLING | TP_STEP_PROMPT | TP_STEP_ACCEPT;
+        TP_STEP_NOT_NEED_STOP | TP_STEP_POOLING | TP_STEP_PROMPT | TP_STEP_ACCEPT | TP_STEP_GAP;
     const auto n = static_cast<uint32_t>(out_.size());
     const uint32_t flags = slot ? slot->flags & echoed : 0;
     const bool pooling = flags & TP_STEP_POOLING;

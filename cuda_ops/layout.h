@@ -53,7 +53,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 7,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 8,    /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -124,13 +124,15 @@ enum {
   TP_BAD_BYTES = 4,    /* the body does not fit, or is not what the counts say */
   TP_BAD_FLAGS = 5,    /* unknown mode or flag */
   TP_BAD_SEQUENCE = 6, /* its number is not the one that is due: the cursor has passed old bytes */
-  TP_BAD_REASONS = 7,  /* how many reasons there are */
+  TP_BAD_MESSAGE = 7,  /* not a message of this source, or one that contradicts itself */
+  TP_BAD_REASONS = 8,  /* how many reasons there are */
 };
 
 /* Where the engine's steps come from: tp_options.source and tp_source.kind. */
 enum {
   TP_SOURCE_SHM = 0,  /* the engine's writer fills steps of the source segment */
   TP_SOURCE_SYSV = 1, /* a System V queue that FastDeploy's ops write */
+  TP_SOURCE_ZMQ = 2,  /* a socket that FastDeploy's worker sends to */
 };
 
 /* tp_options.role */
@@ -159,6 +161,7 @@ enum {
   TP_STEP_POOLING = 8,       /* one vector of `width` floats a row instead of tokens */
   TP_STEP_PROMPT = 16,       /* logprobs of prompt tokens; positions tell where in the prompt */
   TP_STEP_UNSTAMPED = 32,    /* the wire has no generations: a row is whoever is admitted there */
+  TP_STEP_GAP = 64,          /* steps before this one may be lost: every running request ends */
 };
 
 enum { TP_COMMAND_FREE = 0, TP_COMMAND_POSTED = 1, TP_COMMAND_DONE = 2 };
@@ -296,6 +299,7 @@ typedef struct {
   uint64_t bad_bytes;
   uint64_t bad_flags;
   uint64_t bad_sequence;
+  uint64_t bad_message;
   uint64_t completions;     /* requests that ended with a result; not those of a prefill instance */
   uint64_t draft_rows_seen; /* rows of draft steps: what they hold are not tokens */
   uint64_t draft_rows_delivered;
@@ -304,7 +308,7 @@ typedef struct {
   uint64_t spec_rows;    /* rows of speculative steps that emitted */
   uint64_t
       spec_heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head; head 0 is the target's own */
-  uint64_t pad_[4];
+  uint64_t pad_[3];
 } tp_counters;
 TP_ASSERT_SIZE(tp_counters, 55 * 8);
 
@@ -470,7 +474,7 @@ typedef struct {
   uint32_t flags;        /* TP_STEP_* */
   uint32_t message_flag; /* 3 target, 4 draft */
   uint32_t body_bytes;
-  uint32_t bad; /* reader: TP_BAD_*; the step is empty then */
+  uint32_t bad; /* reader: TP_BAD_*; no row of the step has a token then */
   uint32_t pad0_;
   uint64_t barrier; /* reader of a queue: the last barrier that it met before this step */
   uint8_t pad_[TP_LINE_BYTES - 80];
@@ -497,7 +501,8 @@ typedef struct {
   uint32_t num_finals;
   uint32_t message_flag;
   uint32_t has_slot; /* 0: finals of marks only, no step behind it */
-  uint32_t flags;    /* TP_STEP_NOT_NEED_STOP, TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_ACCEPT */
+  uint32_t flags;    /* TP_STEP_NOT_NEED_STOP, TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_ACCEPT,
+                        TP_STEP_GAP */
   uint32_t bytes;
   uint32_t num_drafts;
   uint32_t num_firsts; /* rows whose first output this is */

@@ -16,6 +16,7 @@
 #include "decoder.hpp"
 #include "output_ops.hpp"
 #include "ring.hpp"
+#include "stream_source.hpp"
 #include "sysv_source.hpp"
 
 namespace py = pybind11;
@@ -466,6 +467,34 @@ public:
 
 private:
   tp::sysv::Queue queue_;
+};
+
+// The reader's end of FastDeploy's zmq path; the socket is Python's.
+class PyStreamReader {
+public:
+  PyStreamReader(const MappedSource &source, const MappedCore &core, uint64_t max_message_bytes)
+      : reader_(core.core(), source.map(), max_message_bytes) {}
+
+  // None, or (reason, words) of a message that was refused.
+  py::object read(const py::buffer &message) {
+    const py::buffer_info info = message.request();
+    const auto refused = reader_.read(
+        {static_cast<const uint8_t *>(info.ptr), static_cast<size_t>(info.size * info.itemsize)});
+    if (!refused)
+      return py::none();
+    return py::make_tuple(tp::pickle::refusal_names[static_cast<size_t>(refused->why)],
+                          refused->what());
+  }
+  [[nodiscard]] bool has_step() const noexcept { return reader_.has_step(); }
+  void fill(PyProducer &producer) {
+    if (producer.slot == nullptr || !reader_.has_step())
+      throw py::value_error("fill() without a claimed slot, or without a step");
+    reader_.fill(*producer.slot, producer.cursor());
+  }
+  void set_waiting(bool is_waiting) { reader_.set_waiting(is_waiting); }
+
+private:
+  tp::StreamReader reader_;
 };
 
 class PyWriter {
@@ -938,14 +967,14 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        start_time, pid, epoch, pad_, bell);
   PYBIND11_NUMPY_DTYPE(tp_ring, cursor, pad_);
   PYBIND11_NUMPY_DTYPE(tp_consumer, released, high_water, pad_);
-  PYBIND11_NUMPY_DTYPE(tp_counters, steps, rows_seen, tokens_seen, tokens_delivered, dropped_padded,
-                       dropped_unadmitted, dropped_stale, dropped_early, dropped_finished,
-                       dropped_repeated, dropped_bad_row, dropped_chunk, dropped_adapter,
-                       dropped_prefill, dropped_shielded, dropped_warm_up, finals_stop,
-                       finals_length, finals_abort, finals_recovery, finals_error, finals_shutdown,
-                       acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
-                       bad_sequence, completions, draft_rows_seen, draft_rows_delivered,
-                       prompt_rows, poison_slots, spec_rows, spec_heads, pad_);
+  PYBIND11_NUMPY_DTYPE(
+      tp_counters, steps, rows_seen, tokens_seen, tokens_delivered, dropped_padded,
+      dropped_unadmitted, dropped_stale, dropped_early, dropped_finished, dropped_repeated,
+      dropped_bad_row, dropped_chunk, dropped_adapter, dropped_prefill, dropped_shielded,
+      dropped_warm_up, finals_stop, finals_length, finals_abort, finals_recovery, finals_error,
+      finals_shutdown, acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
+      bad_sequence, bad_message, completions, draft_rows_seen, draft_rows_delivered, prompt_rows,
+      poison_slots, spec_rows, spec_heads, pad_);
   PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
   PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum, pad_);
   PYBIND11_NUMPY_DTYPE(tp_decoder, turn, attempt, attempt_deaths, pad_, commit, saved_to_published,
@@ -1144,6 +1173,14 @@ PYBIND11_MODULE(_native, m) {
       .def("publish", &PyProducer::publish)
       .def("beat", &PyProducer::beat)
       .def_property_readonly("cursor", &PyProducer::cursor);
+
+  py::class_<PyStreamReader>(m, "StreamReader")
+      .def(py::init<const MappedSource &, const MappedCore &, uint64_t>(), "source"_a, "core"_a,
+           "max_message_bytes"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("read", &PyStreamReader::read, "message"_a)
+      .def("fill", &PyStreamReader::fill, "producer"_a)
+      .def("set_waiting", &PyStreamReader::set_waiting, "is_waiting"_a)
+      .def_property_readonly("has_step", &PyStreamReader::has_step);
 
   py::class_<PySourceReader>(m, "SourceReader")
       .def(py::init<const MappedSource &, const MappedCore &, double>(), "source"_a, "core"_a,

@@ -14,7 +14,9 @@ from typing import Any
 TOKEN, NONE, RECOVERY, ACKNOWLEDGED = range(4)  # states of a row
 GOES_ON, STOP, LENGTH, ABORT, RECOVERED, ERROR, SHUTDOWN = range(7)  # reasons
 REASONS = ("", "stop", "length", "abort", "recovery", "error", "shutdown")
-BAD = ("", "rows", "width", "tokens", "bytes", "flags", "sequence")  # why the reader refused a step
+BAD = (
+    *("", "rows", "width", "tokens", "bytes", "flags", "sequence", "message"),
+)  # why a step was refused
 NUM_HEADS = 16
 
 

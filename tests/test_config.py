@@ -46,6 +46,8 @@ OTHER: dict[str, tuple[str, Any]] = {
     "sysv_queue_id": ("8000", 8000),
     "sysv_folder": ("/opt", "/opt"),
     "sysv_leftovers": ("keep", "keep"),
+    "zmq_socket": ("/tmp/z.socket", "/tmp/z.socket"),
+    "zmq_max_message_bytes": ("8192", 8192),
     "quarantine_s": ("2.5", 2.5),
     "heartbeat_interval_s": ("0.05", 0.05),
     "stall_timeout_s": ("1.5", 1.5),
@@ -131,7 +133,7 @@ BAD: list[tuple[str, Any, tuple[str, ...]]] = [
     ("restart_window_s", float("nan"), ("0",)),
     ("restart_backoff_s", 61.0, ("0", "60")),
     ("draft_wait_s", -0.1, ("0",)),
-    ("source", "carrier pigeon", ("shm", "sysv")),
+    ("source", "carrier pigeon", ("shm", "sysv", "zmq")),
     ("sysv_op", "get_input", ("get_output", "speculate_get_output_topk")),
     ("sysv_op", "get_output_topk", ("--source sysv",)),
     ("sysv_generation", "g5", ("g1", "g4")),
@@ -139,6 +141,9 @@ BAD: list[tuple[str, Any, tuple[str, ...]]] = [
     ("sysv_folder", "/opt", ("--source sysv",)),
     ("sysv_leftovers", "lose", ("drain", "keep")),
     ("quarantine_s", -1.0, ("0",)),
+    ("zmq_socket", "/dev/shm/x", ("--source zmq",)),
+    ("zmq_max_message_bytes", 100, ("4096", str(2**31 - 1))),
+    ("zmq_max_message_bytes", 8192, ("--source zmq",)),
     ("quarantine_s", 3.0, ("--source sysv",)),
     ("role", "both", ("mixed", "prefill", "decode")),
     ("speculative_method", "magic", ("none", "mtp", "ngram")),
@@ -226,6 +231,8 @@ def needed_for(name: str) -> dict[str, Any]:
         return {other: value for other, value in SPECULATIVE.items() if other != name}
     if name.startswith("sysv_") or name == "quarantine_s":
         return {"source": "sysv"}
+    if name.startswith("zmq_"):
+        return {"source": "zmq"}
     return {"heartbeat_interval_s": 0.1} if name == "stall_timeout_s" else {}
 
 
@@ -473,6 +480,8 @@ def test_another_configuration_has_another_digest() -> None:
         follows = {"ring_slots"} if name == "ring_bytes" else set()
         if other.source == "sysv":
             follows = {"source", "sysv_queue_id", "sysv_folder"}
+        if other.source == "zmq":
+            follows = {"source", "zmq_socket"}
         assert set(one.differences(other, ())) == {name} | follows
         assert one.differences(other, (name, *follows)) == []
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("_native", "stop", "forks"),
     ("errors", "commands"),
-    ("layout", "config", "records", "limits"),
+    ("layout", "config", "records", "limits", "socket_file"),
     ("segment", "requests"),
     ("sources", "lifeline", "outputs", "status"),
     ("reader", "decoder", "resources", "writer", "metrics", "channel", "objects", "drafts"),
@@ -62,7 +62,10 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     # children.py hands it on to the roles.
     (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("config.py", "children.py")),
     (("prometheus_client",), ("metrics.py", "health.py")),
-    (("http.server", "socket", "socketserver"), ("health.py", "sources/", "demo/")),
+    (
+        ("http.server", "socket", "socketserver"),
+        ("health.py", "socket_file.py", "sources/", "demo/"),
+    ),
     # Its queues and pipes unpickle, its children import the user's main module again, its locks
     # outlive who held them; a semaphore does, too.
     (("multiprocessing", "posix_ipc.Semaphore"), ()),
@@ -91,7 +94,10 @@ MEMORY_ORDER_HOME = "cuda_ops/atomics.hpp"
 
 SYNC_POINT = re.compile(r"SYNC POINT:\s*(?P<label>.+?)\s+-\s+(?P<what>.*)")
 CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-EVALUATION = re.compile(r"\bpickle\b|\bmarshal\b|py::(?:eval|exec)|PyRun_\w+|PyMarshal_\w+")
+# pickle.hpp reads pickles; what no line may do is call Python's module.
+EVALUATION = re.compile(
+    r"\"_?pickle\"|py::pickle|\bmarshal\b|py::(?:eval|exec)|PyRun_\w+|PyMarshal_\w+"
+)
 PYTHON = (".py", ".pyi")
 CPP = (".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh")
 OPEN_END = re.compile(r"\b(TODO|FIXME)\b(?!.*#\d+)")

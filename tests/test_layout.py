@@ -38,6 +38,7 @@ DIGESTS = {
     5: "82b387e48224a410e72c84926e893be78fa903f30ece3dba1192b625ac6d8383",
     6: "a7a5e027a406278adf1ee9d2dac90034a14a3283fa4b57e8bedee54288144f27",
     7: "6c4255b484f6af5140144b1b0ac048e39f47d96529c48d203cb27476bc66cda0",
+    8: "4b888134f53cb755c76d375d4f98907a735343df008ca7c24929ed331a5ed275",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

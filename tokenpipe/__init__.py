@@ -18,8 +18,8 @@ _HOME = {
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "
     "QueueError QueueLimitError QueueTakenError RequestAbortedError RequestError RoleLostError "
     "RowBusyError SegmentError SegmentExistsError SegmentMemoryError SegmentMissingError "
-    "SegmentSpaceError StreamTakenError SyncTimeoutError TimeLimitError TokenpipeError "
-    "UnknownRequestError WrongSourceError",
+    "SegmentSpaceError SocketTakenError StreamTakenError SyncTimeoutError TimeLimitError "
+    "TokenpipeError UnknownRequestError WrongSourceError",
     "layout": "PipelineState",
     "events": "RequestEvent",
     "outputs": "OutputBatch",

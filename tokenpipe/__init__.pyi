@@ -33,6 +33,7 @@ from tokenpipe.errors import SegmentExistsError as SegmentExistsError
 from tokenpipe.errors import SegmentMemoryError as SegmentMemoryError
 from tokenpipe.errors import SegmentMissingError as SegmentMissingError
 from tokenpipe.errors import SegmentSpaceError as SegmentSpaceError
+from tokenpipe.errors import SocketTakenError as SocketTakenError
 from tokenpipe.errors import StreamTakenError as StreamTakenError
 from tokenpipe.errors import SyncTimeoutError as SyncTimeoutError
 from tokenpipe.errors import TimeLimitError as TimeLimitError

@@ -31,6 +31,8 @@ NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _ENVIRONMENT = "TOKENPIPE_"
+SOURCES = ("shm", "sysv", "zmq")
+"""In the order of TP_SOURCE_*."""
 SYSV_OPS = {
     "get_output": 0,
     "get_output_ep": 0,
@@ -45,6 +47,7 @@ _OTHER_VARIABLES = ("DEBUG", "DISABLE", "FAULT", "SANITIZE", "SHARED", "TEST_MAR
 """Names behind the prefix that are no fields: of the build, the tests, an engine's integration."""
 _SERVICE_VARIABLE = re.compile(r"PORT|PORT_\d+_.*|SERVICE_.*")
 """What Kubernetes sets in every pod beside a Service that is called tokenpipe."""
+_MAX_SOCKET_PATH_BYTES = 107
 _MAX_TEXT_BYTES = 255
 """Of a host or a prefix: with all else it fits the segment's header."""
 
@@ -96,8 +99,9 @@ class PipelineConfig:
     source: str = _setting(
         "shm",
         "source",
-        "where steps come from: shm (the engine's writer) or sysv (FastDeploy's System V queue)",
-        choices=("shm", "sysv"),
+        "where steps come from: shm (the engine's writer), sysv (FastDeploy's System V queue) or "
+        "zmq (its socket, with FD_USE_GET_SAVE_OUTPUT_V1=1)",
+        choices=SOURCES,
     )
     sysv_op: str = _setting(
         "get_output",
@@ -125,6 +129,16 @@ class PipelineConfig:
         "source",
         "messages of an earlier run: drain (and count) or keep them",
         choices=("drain", "keep"),
+    )
+    zmq_socket: str = _setting(
+        "",
+        "source",
+        "socket file that FastDeploy's worker sends to; empty: "
+        "/dev/shm/get_save_output_rank0_PORT.socket, the port being INFERENCE_MSG_QUEUE_ID",
+        shown="by the port",
+    )
+    zmq_max_message_bytes: int = _setting(
+        1 << 26, "source", "a message that is larger is not received"
     )
     quarantine_s: float = _setting(
         10.0,
@@ -213,6 +227,9 @@ class PipelineConfig:
             object.__setattr__(self, "num_decoders", min(default_decoders(), self.max_num_seqs))
         if self.source == "sysv":
             self._find_queue()
+        if self.source == "zmq" and not self.zmq_socket:
+            path = f"/dev/shm/get_save_output_rank0_{self._queue_id('zmq_socket')}.socket"
+            object.__setattr__(self, "zmq_socket", path)
         self._check()
         if self.ring_bytes:
             object.__setattr__(self, "ring_slots", self._slots_that_fit())
@@ -250,6 +267,7 @@ class PipelineConfig:
             "abort_timeout_s": (0, 1e6),
             "prefill_timeout_s": (0, 1e6),
             "sysv_queue_id": (0, 2**20 - 1),
+            "zmq_max_message_bytes": (4096, 2**31 - 1),
             "quarantine_s": (0, 1e6),
         }
         for name, (low, high) in limits.items():
@@ -307,22 +325,39 @@ class PipelineConfig:
     def _find_queue(self) -> None:
         """Fills in what FastDeploy's ops take from their surroundings."""
         if not self.sysv_queue_id:
-            text = os.environ.get("INFERENCE_MSG_QUEUE_ID", "1")
-            if not text.isdecimal():
-                why = f"INFERENCE_MSG_QUEUE_ID is {text!r}, must be a whole number"
-                raise ConfigError("sysv_queue_id", text, why)
-            object.__setattr__(self, "sysv_queue_id", int(text))
+            object.__setattr__(self, "sysv_queue_id", self._queue_id("sysv_queue_id"))
         if not self.sysv_folder:
             is_here = self.sysv_op == "speculate_get_output"
             object.__setattr__(self, "sysv_folder", os.getcwd() if is_here else "/dev/shm")
 
+    @staticmethod
+    def _queue_id(field_name: str) -> int:
+        text = os.environ.get("INFERENCE_MSG_QUEUE_ID", "1")
+        if not text.isdecimal():
+            why = f"INFERENCE_MSG_QUEUE_ID is {text!r}, must be a whole number"
+            raise ConfigError(field_name, text, why)
+        return int(text)
+
     def _check_source(self) -> None:
-        if self.source != "sysv":
-            for f in dataclasses.fields(self):
-                is_of_queues = f.name.startswith("sysv_") or f.name == "quarantine_s"
-                if is_of_queues and getattr(self, f.name) != f.default:
-                    raise ConfigError(f.name, getattr(self, f.name), "needs --source sysv")
-            return
+        for f in dataclasses.fields(self):
+            owner = f.name.split("_")[0]
+            is_foreign = owner in SOURCES and owner != self.source
+            if "_" in f.name and is_foreign and getattr(self, f.name) != f.default:
+                raise ConfigError(f.name, getattr(self, f.name), f"needs --source {owner}")
+        if self.source == "shm" and self.quarantine_s != _default("quarantine_s"):
+            raise ConfigError("quarantine_s", self.quarantine_s, "needs --source sysv or zmq")
+        if self.source == "sysv":
+            self._check_sysv()
+        if self.source == "zmq":
+            self._check_zmq()
+
+    def _check_zmq(self) -> None:
+        path, most = self.zmq_socket, _MAX_SOCKET_PATH_BYTES
+        if not path.startswith("/") or len(path.encode()) > most:
+            why = f"must be an absolute path of at most {most} bytes, as a socket's address is"
+            raise ConfigError("zmq_socket", path, why)
+
+    def _check_sysv(self) -> None:
         op, rows = self.sysv_op, _SYSV_ROWS[self.sysv_variant]
         if not self.sysv_folder.startswith("/"):
             raise ConfigError("sysv_folder", self.sysv_folder, "must be an absolute path")
@@ -365,15 +400,16 @@ class PipelineConfig:
         )
         sizes = {name: getattr(self, name) for name in names.split()}
         sizes["raw_bytes"] = 0
-        if self.source == "sysv":  # nobody writes into the source's own ring
+        if self.source != "shm":  # nobody writes into the source's own ring
             sizes["source_slots"] = 2
+        if self.source == "sysv":
             sizes["raw_bytes"] = int(_native.raw_message_bytes(self.sysv_variant))
         return sizes
 
     @property
     def source_kind(self) -> int:
         """TP_SOURCE_*."""
-        return ("shm", "sysv").index(self.source)
+        return SOURCES.index(self.source)
 
     def options(self) -> dict[str, int]:
         """Returns what a decoder must know beside the sizes."""

@@ -397,6 +397,16 @@ class QueueTakenError(TokenpipeError):
         self.other, self.other_queue_id = other, other_queue_id
 
 
+class SocketTakenError(TokenpipeError):
+    """Somebody listens on the socket file already: FastDeploy's own reader, or another pipeline."""
+
+    exit_code = ExitCode.NAME_TAKEN
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} belongs to a live reader: of two readers each would get a part")
+        self.path = path
+
+
 class WrongSourceError(TokenpipeError):
     """A pipeline's steps come another way than the caller wants to save them."""
 

@@ -57,6 +57,7 @@ COUNTER_HELP = {
     "bad_bytes": "steps refused: body of another size than its counts give",
     "bad_flags": "steps refused: unknown mode or flag",
     "bad_sequence": "steps refused: not the step that is due at this place of the ring",
+    "bad_message": "messages refused: not what this source sends",
     "completions": "requests that ended with a result",
     "draft_rows_seen": "rows of draft steps",
     "draft_rows_delivered": "rows of draft steps that are delivered",

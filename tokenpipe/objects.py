@@ -18,6 +18,7 @@ from tokenpipe.records import (
 from tokenpipe.requests import Request
 
 RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
+GAP_TEXT = "source_gap: the reader was replaced, and outputs may have been lost with it"
 _ERRORS: dict[FinishReason, tuple[int, str | None]] = {
     FinishReason.ABORT: (200, "Aborted"),
     FinishReason.RECOVERY: (200, RECOVERY_TEXT),
@@ -93,6 +94,8 @@ class ObjectMaker:
     ) -> RequestOutput:
         is_finished = reason is not FinishReason.NONE
         code, text = _ERRORS.get(reason, (200, None))
+        if batch.is_gap and reason is FinishReason.ERROR:
+            text = GAP_TEXT
         media = request.multimodal_inputs or {}
         metrics = self.metrics(batch, i, request)
         if self._is_speculative and reason in _WITH_A_RESULT:

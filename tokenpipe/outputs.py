@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 # tp_frame up to its padding: six uint64, eleven uint32.
 _HEAD = struct.Struct("<6Q11I")
-_POOLING, _PROMPT = 8, 16  # TP_STEP_POOLING, TP_STEP_PROMPT
+_POOLING, _PROMPT, _GAP = 8, 16, 64  # TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_GAP
 TARGET, DRAFT = 3, 4  # message_flag
 
 
@@ -101,6 +101,11 @@ class OutputBatch:
         if self.flags & _PROMPT:
             return "prompt"
         return "draft" if self.message_flag == DRAFT else "tokens"
+
+    @property
+    def is_gap(self) -> bool:
+        """Whether steps before this one may have been lost, so that its requests ended."""
+        return bool(self.flags & _GAP)
 
     @cached_property
     def _at(self) -> tuple[int, ...]:

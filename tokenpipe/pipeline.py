@@ -31,6 +31,7 @@ from tokenpipe.errors import (
     SyncTimeoutError,
     TokenpipeError,
     UnknownRequestError,
+    WrongSourceError,
 )
 from tokenpipe.events import RequestEvent
 from tokenpipe.handover import SENT, FirstTokenSink, Handover
@@ -485,6 +486,9 @@ class Pipeline:
         """The source sequence that everything saved by now is below."""
         if self.config.source == "shm":
             return _native.published(self._segment.source)
+        if self.config.source == "zmq":
+            how = "sync() is not offered, as nothing tells what is still in the socket"
+            raise WrongSourceError(self.name, "zmq", how)
         reply = self._channel.call(CommandKind.SYNC, timeout_s)  # a queue must be asked
         if reply.status is ReplyStatus.OK:
             return reply.value

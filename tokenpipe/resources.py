@@ -133,6 +133,7 @@ class Resources:
         self.is_accepting = True
         # A queue tells neither lives of a row apart nor where a step is: barriers do.
         self._is_queue = config.source == "sysv"
+        self._is_unstamped = config.source != "shm"
         self._do = {
             CommandKind.SUBMIT: self._submit,
             CommandKind.ABORT: self._abort,
@@ -607,7 +608,7 @@ class Resources:
                 # Preempted, and the engine does not say that it has let go: it may be lost.
                 self._untime(row, live)
                 self.end(row, FinishReason.ERROR)
-            elif self._is_queue and live.terminal in _NEEDS_ACKNOWLEDGEMENT:
+            elif self._is_unstamped and live.terminal in _NEEDS_ACKNOWLEDGEMENT:
                 # The engine may still run it, and nothing on this wire would tell its tokens from
                 # a newcomer's.
                 live.quarantined_from = _native.published(self._source)

@@ -34,8 +34,10 @@ from tokenpipe.errors import (
     SegmentMemoryError,
     SegmentMissingError,
     SegmentSpaceError,
+    SocketTakenError,
 )
 from tokenpipe.limits import memory_limit
+from tokenpipe.socket_file import remove_stale
 
 FOLDER = "/dev/shm"
 PREFIX = "tokenpipe."
@@ -646,6 +648,23 @@ def _remove_queue_of(file_name: str) -> None:
         mapping.close()
 
 
+def _remove_socket_of(file_name: str) -> None:
+    """Removes the socket file that a dead pipeline's reader had bound, unless it is another's."""
+    try:
+        mapping = Mapping.open(file_name)
+    except (FileNotFoundError, SegmentError):
+        return
+    try:
+        if mapping.word(8) == _native.LAYOUT_VERSION:
+            config = _config_of(file_name, mapping)
+            if config.source == "zmq":
+                remove_stale(config.zmq_socket)
+    except (LayoutMismatchError, struct.error, SocketTakenError):
+        return
+    finally:
+        mapping.close()
+
+
 def _remove(file_name: str) -> bool:
     """Removes a dead file, unless another sweep was first and the name is a new run's."""
     path = os.path.join(FOLDER, file_name)
@@ -661,6 +680,8 @@ def _remove(file_name: str) -> bool:
             return False
         if file_name.endswith(".source"):
             _remove_queue_of(file_name)
+        else:
+            _remove_socket_of(file_name)
         return unlink(file_name)
     except (BlockingIOError, PermissionError, FileNotFoundError):
         return False  # another sweep has it, or has had it

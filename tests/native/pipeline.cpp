@@ -664,7 +664,7 @@ private:
             0,
         "what was never saved was seen");
   CHECK(sum.dropped_bad_row + sum.bad_rows + sum.bad_width + sum.bad_tokens + sum.bad_bytes +
-                sum.bad_flags ==
+                sum.bad_flags + sum.bad_message ==
             0,
         "a good step was refused");
   for (uint32_t row = 0; row < core.sizes.max_num_seqs; ++row)
