@@ -307,7 +307,7 @@ class SystemV(Transport):
 
     def __init__(self, payload: int, consumers: int) -> None:
         super().__init__(payload, consumers)
-        self._queues = [_checked(_libc.msgget(0, 0o600), "msgget") for _ in range(consumers)]
+        self._queues = [checked(libc.msgget(0, 0o600), "msgget") for _ in range(consumers)]
 
     @classmethod
     def can_send(cls, payload: int) -> bool:
@@ -321,20 +321,22 @@ class SystemV(Transport):
 
     def close(self) -> None:
         for queue in self._queues:
-            _libc.msgctl(queue, 0, None)  # IPC_RMID
+            libc.msgctl(queue, 0, None)  # IPC_RMID
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.msgsnd.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.msgrcv.argtypes = [*_libc.msgsnd.argtypes[:3], ctypes.c_long, ctypes.c_int]
-_libc.msgrcv.restype = ctypes.c_ssize_t
-_libc.msgctl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+libc = ctypes.CDLL(None, use_errno=True)
+"""With the prototypes of System V messages."""
+libc.msgsnd.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.msgrcv.argtypes = [*libc.msgsnd.argtypes[:3], ctypes.c_long, ctypes.c_int]
+libc.msgrcv.restype = ctypes.c_ssize_t
+libc.msgctl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
 _MSGMAX, _MSGMNB = Path("/proc/sys/kernel/msgmax"), Path("/proc/sys/kernel/msgmnb")
 _CLONE_NEWIPC = 0x08000000
 _TYPE_BYTES = 8
 
 
-def _checked(result: int, call: str) -> int:
+def checked(result: int, call: str) -> int:
+    """Returns the result of a call of libc; raises OSError where it is negative."""
     if result < 0:
         raise OSError(ctypes.get_errno(), call)
     return result
@@ -344,7 +346,7 @@ def private_limits() -> str:
     """Moves this process into an IPC namespace of its own and raises the limits of System V
     messages there. Returns why not, where that is not allowed; nothing is changed then."""
     before = os.readlink("/proc/self/ns/ipc")
-    if _libc.unshare(_CLONE_NEWIPC) != 0:
+    if libc.unshare(_CLONE_NEWIPC) != 0:
         return f"unshare: {os.strerror(ctypes.get_errno())}"
     if os.readlink("/proc/self/ns/ipc") == before:
         return "unshare changed nothing"
@@ -364,7 +366,7 @@ class _SysvSender(_All):
         self._message, self._bytes = message, payload
 
     def send_to(self, end: Any) -> None:
-        _checked(_libc.msgsnd(end, self._message, self._bytes, 0), "msgsnd")
+        checked(libc.msgsnd(end, self._message, self._bytes, 0), "msgsnd")
 
 
 class _SysvReceiver(Receiver):
@@ -373,7 +375,7 @@ class _SysvReceiver(Receiver):
         self._to = ctypes.create_string_buffer(_TYPE_BYTES + payload)
 
     def receive(self) -> None:
-        _checked(_libc.msgrcv(self._queue, self._to, self._bytes, 0, 0), "msgrcv")
+        checked(libc.msgrcv(self._queue, self._to, self._bytes, 0, 0), "msgrcv")
 
 
 PEERS: tuple[type[Transport], ...] = (Iceoryx, FasterFifo, ZeroMq, Pipes, Queues, SystemV)
