@@ -26,6 +26,7 @@ from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segmen
 
 _WAIT_S = 0.2
 _LOOK_S = 0.005
+_MOST = 2**31 - 1
 _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
@@ -448,8 +449,8 @@ def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
     given = np.asarray(values)
     if given.size and given.dtype.kind not in "iu":
         raise OpArgumentError(name, f"{name} is {given.dtype}, must be whole numbers")
-    outside = given[(given < 0) | (given > np.iinfo(np.int32).max)]
-    if outside.size:
+    if given.size and not 0 <= np.bitwise_or.reduce(given, None) <= _MOST:  # of any: of all or-ed
+        outside = given[(given < 0) | (given > _MOST)]
         raise OpArgumentError(name, f"{name} holds {outside.flat[0]}, must be 0 to 2**31 - 1")
     return given.astype(np.int32)
 
