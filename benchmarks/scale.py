@@ -114,7 +114,10 @@ def plot(found: Points, path: Path) -> None:
         axis.plot(values, costs, marker="o")
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [str(value) for value in values])
-        axis.set_ylim(bottom=0)
+        if sweep.field == "rows":  # a step costs the same whatever its rows
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
         axis.set_title(sweep.title, fontsize=10)
         axis.set_ylabel("CPU us / 1,000 tokens")
         axis.grid(alpha=0.3)
