@@ -1,10 +1,12 @@
 """Types of the compiled module; cuda_ops/module.cpp."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import Buffer
+
+_T = TypeVar("_T")
 
 LAYOUT_VERSION: int
 MAX_DECODERS: int
@@ -26,6 +28,7 @@ def frame_columns(
     n: int, m: int, width: int, drafts: int, finals: int, id_bytes: int, flags: int, /
 ) -> tuple[int, ...]: ...
 def step_columns(n: int, m: int, width: int, flags: int, /) -> dict[str, int]: ...
+def copy_slots(of: _T, /) -> _T: ...
 def now_ns() -> int: ...
 def commit_bytes(core: Core, decoder: int) -> bytes: ...
 def saved_tokens(source: Source) -> int: ...
