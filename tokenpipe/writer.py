@@ -26,7 +26,6 @@ from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segmen
 
 _WAIT_S = 0.2
 _LOOK_S = 0.005
-_MOST = 2**31 - 1
 _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
@@ -446,11 +445,14 @@ class EngineWriter:
 
 def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
     """Returns a copy; raises OpArgumentError for what would become another number."""
-    given = np.asarray(values)
+    copied = _native.copy_of_numbers(name, values)
+    if copied is not None:
+        return copied
+    given = np.asarray(values)  # a list, a rarer dtype, or a number to name
     if given.size and given.dtype.kind not in "iu":
         raise OpArgumentError(name, f"{name} is {given.dtype}, must be whole numbers")
-    if given.size and not 0 <= np.bitwise_or.reduce(given, None) <= _MOST:  # of any: of all or-ed
-        outside = given[(given < 0) | (given > _MOST)]
+    outside = given[(given < 0) | (given > np.iinfo(np.int32).max)]
+    if outside.size:
         raise OpArgumentError(name, f"{name} holds {outside.flat[0]}, must be 0 to 2**31 - 1")
     return given.astype(np.int32)
 
