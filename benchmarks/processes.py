@@ -79,12 +79,14 @@ class Engine:
 
 def cpu_seconds(pids: Mapping[str, int]) -> dict[str, float]:
     """Returns CPU seconds so far of each role, and of this process as 'client'."""
-    used = {}
-    for role, pid in pids.items():
-        times = psutil.Process(pid).cpu_times()
-        used[role] = times.user + times.system
+    used = {role: time.clock_gettime(_cpu_clock(pid)) for role, pid in pids.items()}
     used["client"] = time.process_time()
     return used
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock that clock_getcpuclockid(3) names: in nanoseconds, where /proc counts in 10 ms."""
+    return (~pid << 3) | 2
 
 
 def resident_mb(pids: Mapping[str, int]) -> dict[str, float]:

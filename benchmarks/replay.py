@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from check import Checker, Counter
+from check import Checker, Counter, ObjectCounter
+from garbage import Watch
+from modes import MODES, Shape
 from processes import Engine, cpu_seconds, resident_mb
 
 import tokenpipe as tp
@@ -31,7 +33,8 @@ _QUIET_S = 0.5
 
 @dataclass(frozen=True)
 class Options:
-    """One replay. `is_fixed`: the engine saves values made beforehand, which cannot be checked."""
+    """One replay. `is_fixed`: the engine saves values made beforehand, which cannot be checked.
+    `objects`: the client makes an object of every output, which is no check either."""
 
     mode: str
     steps: int
@@ -41,16 +44,54 @@ class Options:
     churn: bool = False
     check: bool = True
     is_fixed: bool = False
+    objects: bool = False
+    width: int = 21
+    depth: int = 6
+
+    @property
+    def shape(self) -> Shape:
+        """The mode with its sizes."""
+        return Shape(self.mode, self.width, self.depth)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are saved: up to where every row has had equally many tokens."""
+        return self.shape.whole(self.steps)
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a request that runs through all steps."""
+        return self.shape.tokens_per_row(self.steps)
 
     def config(self) -> tp.PipelineConfig:
-        """Returns the pipeline's settings; a plain pipeline has no room for candidates."""
+        """Returns the pipeline's settings, with no more room than the mode needs."""
         return tp.PipelineConfig(
             max_num_seqs=self.rows,
-            top_logprobs=20 if self.mode == "topk" else 0,
+            top_logprobs=self.width - 1 if self.shape.has_candidates else 0,
+            max_draft_tokens=self.depth if self.shape.is_speculative else 1,
             num_decoders=self.decoders,
             ring_slots=self.ring_slots,
             log_level="warning",
         )
+
+    def engine(self, name: str, **flags: Any) -> Engine:
+        """Starts the engine process of a replay through pipeline `name`."""
+        return Engine(
+            name,
+            self.mode,
+            self.num_steps,
+            self.rows,
+            churn=self.churn,
+            fixed=self.is_fixed,
+            width=self.width,
+            depth=self.depth,
+            **flags,
+        )
+
+    def counter(self) -> Counter:
+        """Returns what the client does with each batch."""
+        kind = ObjectCounter if self.objects else Checker if self.check else Counter
+        return kind(self.mode, self.rows)
 
 
 @dataclass
@@ -63,6 +104,7 @@ class Outcome:
     counts: Counter = field(default_factory=lambda: Counter("plain", 0))
     cpu_s: dict[str, float] = field(default_factory=dict)
     resident: list[dict[str, float]] = field(default_factory=list)
+    collections: dict[str, int] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,24 +114,19 @@ class Replay:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._random = np.random.default_rng(1)
-        self._counts = (Checker if options.check else Counter)(options.mode, options.rows)
+        self._counts = options.counter()
         self._finals = self._requests = 0
         self._begun_ns = self._ended_ns = 0
         self._resident: list[dict[str, float]] = []
+        self._warm_collections: dict[str, int] = {}
 
     def run(self) -> Outcome:
         """Blocks until every step is delivered and every request has its final."""
         options = self._options
         with (
+            Watch() as self._watch,
             tp.Pipeline(options.config()) as pipe,
-            Engine(
-                pipe.name,
-                options.mode,
-                options.steps,
-                options.rows,
-                churn=options.churn,
-                fixed=options.is_fixed,
-            ) as engine,
+            options.engine(pipe.name) as engine,
         ):
             admissions = [self._submit(pipe) for _ in range(options.rows)]
             self._resident.append(resident_mb(pipe.pids))
@@ -97,20 +134,24 @@ class Replay:
             engine.admit(admissions)
             self._read(pipe, engine)
             after = cpu_seconds(pipe.pids)
+            collections = self._watch.counts(pipe.pids)
             self._finish(pipe, engine)
             self._resident.append(resident_mb(pipe.pids))
             cpu = {role: after[role] - before[role] for role in after}
             cpu["engine"] = engine.facts()["cpu_s"]
-            return self._outcome(cpu, pipe.status())
-
-    def _outcome(self, cpu: dict[str, float], status: dict[str, Any]) -> Outcome:
-        wall_s = (self._ended_ns - self._begun_ns) / 1e9
-        return Outcome(
-            wall_s, self._finals, self._requests, self._counts, cpu, self._resident, status
-        )
+            return Outcome(
+                (self._ended_ns - self._begun_ns) / 1e9,
+                self._finals,
+                self._requests,
+                self._counts,
+                cpu,
+                self._resident,
+                {role: n - self._warm_collections[role] for role, n in collections.items()},
+                pipe.status(),
+            )
 
     def _submit(self, pipe: tp.Pipeline) -> tp.Admission:
-        length = self._options.steps
+        length = self._options.limit
         if self._options.churn:
             length = max(_SHORTEST, int(self._random.normal(_MEAN_LENGTH, _DEVIATION)))
         request = tp.Request(f"replay-{self._requests}", prompt_token_ids=[1], max_tokens=length)
@@ -121,7 +162,7 @@ class Replay:
 
     def _read(self, pipe: tp.Pipeline, engine: Engine) -> None:
         """Takes batches until the engine has ended and all it saved has come."""
-        middle = self._options.steps // 2
+        middle = self._options.num_steps // 2
         take = self._counts.take
         for batch in self._batches(pipe, engine):
             if self._begun_ns == 0:
@@ -129,6 +170,7 @@ class Replay:
             take(batch)
             if batch.source_sequence >= middle and len(self._resident) == 1:
                 self._resident.append(resident_mb(pipe.pids))
+                self._warm_collections = self._watch.counts(pipe.pids)
             if batch.num_finals:
                 self._take_finals(batch, pipe, engine)
             self._ended_ns = time.monotonic_ns()
@@ -179,7 +221,8 @@ def report(options: Options, outcome: Outcome) -> dict[str, Any]:
         "mode": options.mode + ("+churn" if options.churn else ""),
         "rows": options.rows,
         "decoders": options.decoders,
-        "steps": options.steps,
+        "objects": options.objects,
+        "steps": options.num_steps,
         "tokens": counts.tokens,
         "checked": options.check,
         "lost": counts.lost,
@@ -188,16 +231,19 @@ def report(options: Options, outcome: Outcome) -> dict[str, Any]:
         "requests": outcome.num_requests,
         "finals": outcome.num_finals,
         "wall_s": round(outcome.wall_s, 3),
-        "steps_per_s": round(options.steps / outcome.wall_s),
+        "steps_per_s": round(options.num_steps / outcome.wall_s),
         "tokens_per_s": round(counts.tokens / outcome.wall_s),
         "cpu_us_per_1000_tokens": round(cpu * 1e9 / counts.tokens, 2),
         "cpu_s": {r: round(s, 2) for r, s in outcome.cpu_s.items()},
-        "cpu_us_per_step": {r: round(s * 1e6 / options.steps, 2) for r, s in outcome.cpu_s.items()},
+        "cpu_us_per_step": {
+            r: round(s * 1e6 / options.num_steps, 2) for r, s in outcome.cpu_s.items()
+        },
         "resident_mb": {
             role: [at[role] for at in outcome.resident]
             for role in outcome.resident[0]
             if role != "coordinator"
         },
+        "collections_after_warm_up": outcome.collections,
         "saved": saved,
         "delivered": delivered,
         "dropped": dropped,
@@ -215,7 +261,7 @@ def is_right(facts: dict[str, Any]) -> bool:
 def main() -> int:
     """Runs one replay."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--mode", choices=("plain", "topk"), default="plain")
+    parser.add_argument("--mode", choices=tuple(MODES), default="plain")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--decoders", type=int, default=1)
@@ -224,6 +270,8 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true", help="count tokens only")
     parser.add_argument("--fixed", action="store_true", help="values made beforehand; no check")
     args = parser.parse_args()
+    if Shape(args.mode).is_speculative and not args.fixed:
+        parser.error("speculative modes need --fixed: their values are not checked")
     options = Options(
         args.mode,
         args.steps,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modes import MODES
+
 _FOLDER = Path(__file__).resolve().parents[2] / "shared" / "bench"
 _SCRIPT = "seed_baseline.py"
 VARIANTS = {"seed": (), "seed, lazy debug strings": ("--cheap-repr",)}
@@ -29,9 +31,9 @@ class Seed:
     python: str
 
     def measure(self, variant: str, batch: int, seconds: float) -> dict[str, dict[str, Any]]:
-        """Returns the seed's figures by mode (plain, topk); none, with a line that says so, when it
-        fails. Blocks for some seconds per mode."""
-        command = [self.python, str(self.script), "micro", "--modes=plain,topk"]
+        """Returns the seed's figures by mode; none, with a line that says so, when it fails.
+        Blocks for some seconds per mode."""
+        command = [self.python, str(self.script), "micro", f"--modes={','.join(MODES)}"]
         command += [f"--batches={batch}", "--scenarios=steady", f"--seconds={seconds}"]
         command += ["--repeats=1", *VARIANTS[variant]]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -43,7 +45,7 @@ class Seed:
 
 def tokens_per_s(figures: dict[str, Any]) -> float:
     """Returns tokens/s by the thread's CPU time, which neighbours on the machine do not slow."""
-    return float(figures["batch"]) * 1e6 / float(figures["cpu_us_step_median"])
+    return float(figures["tokens_per_step"]) * 1e6 / float(figures["cpu_us_step_median"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1060,6 +1060,48 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                   "end"_a = c.end);
 }
 
+// Whole numbers [n] as int32 of their own, each 0 or more; None for what is no such array of 4 or 8
+// bytes. One call where numpy takes four: an engine's thread comes here with cold caches.
+[[nodiscard]] py::object copy_of_numbers(const char *name, py::handle values) {
+  if (!PyObject_CheckBuffer(values.ptr()))
+    return py::none();
+  const Borrowed borrowed(name, values);
+  const tp::Tensor &t = borrowed.view;
+  const bool is_known = t.dtype == tp::Dtype::int32 || t.dtype == tp::Dtype::int64 ||
+                        t.dtype == tp::Dtype::uint32 || t.dtype == tp::Dtype::uint64;
+  if (!is_known || t.ndim != 1)
+    return py::none();
+  py::array_t<int32_t> copy(t.shape[0]);
+  int32_t *const to = copy.mutable_data();
+  bool fits = tp::copy_ints(to, t, 0, t.shape[0], t.stride[0]);
+  int32_t every = 0;
+  for (int64_t i = 0; i < t.shape[0]; ++i)
+    every |= to[i]; // negative if one of them is
+  fits &= every >= 0;
+  return fits ? py::object(std::move(copy)) : py::none();
+}
+
+// A shallow copy of an instance of a class that has __slots__ and nothing else: the slots lie
+// behind the object's head, pointer after pointer. Far cheaper than a constructor that sets each.
+[[nodiscard]] py::object copy_slots(py::handle of) {
+  PyTypeObject *type = Py_TYPE(of.ptr());
+  constexpr Py_ssize_t head = sizeof(PyObject), word = sizeof(PyObject *);
+  const bool is_slots_alone =
+      PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) && type->tp_base == &PyBaseObject_Type &&
+      type->tp_dictoffset == 0 && type->tp_weaklistoffset == 0 && type->tp_itemsize == 0 &&
+      type->tp_basicsize == head + word * Py_SIZE(reinterpret_cast<PyObject *>(type));
+  if (!is_slots_alone)
+    throw py::type_error(std::string(type->tp_name) + " has more than __slots__");
+  auto copy = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
+  if (!copy)
+    throw py::error_already_set();
+  auto *const from = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(of.ptr()) + head);
+  auto *const to = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(copy.ptr()) + head);
+  for (Py_ssize_t i = 0; i < (type->tp_basicsize - head) / word; ++i)
+    to[i] = Py_XNewRef(from[i]);
+  return copy;
+}
+
 } // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -1121,6 +1163,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("plan", &plan, "sizes"_a);
   m.def("frame_columns", &frame_columns);
   m.def("step_columns", &step_columns);
+  m.def("copy_slots", &copy_slots);
+  m.def("copy_of_numbers", &copy_of_numbers);
   m.def("arm_fault", &tp::fault::arm, "point"_a, "nth"_a, "signal"_a);
   m.def("fault_point", [](const std::string &name) { tp::fault::point(name.c_str()); });
   m.def("now_ns", [] { return tp::now_ns(); });

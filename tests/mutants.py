@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "the prompt is on every output",
         OBJECTS,
-        "prompt=request.prompt if output.send_idx == 0 and batch.has_slot else None,",
-        "prompt=request.prompt,",
+        "if output.send_idx == 0 and batch.has_slot:",
+        "if batch.has_slot:",
     ),
     Mutant(
         "logprob of the first token of a step",
@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "the decode role stamps its third token",
         OBJECTS,
-        "int(batch.send_idx[i]) == 1 and",
-        "int(batch.send_idx[i]) == 2 and",
+        "send_idx == 1 and",
+        "send_idx == 2 and",
     ),
     Mutant(
         "drafts are joined by list position",

@@ -18,7 +18,7 @@ from tokenpipe.commands import CommandKind, FinishReason, ReplyStatus
 from tokenpipe.config import PipelineConfig
 from tokenpipe.objects import RECOVERY_TEXT, ObjectMaker
 from tokenpipe.outputs import OutputBatch, finals_without_step, merged
-from tokenpipe.records import LogprobsLists
+from tokenpipe.records import LogprobsLists, RequestMetrics
 from tokenpipe.segment import Segment
 
 Array = np.ndarray[Any, Any]
@@ -386,6 +386,36 @@ def test_an_object_echoes_its_request(line: Line) -> None:
         None,
         [],
     )
+
+
+def test_objects_share_nothing_that_can_be_changed(line: Line) -> None:
+    line.submit(request("a"), 0)
+    line.submit(request("b"), 1)
+    (batch,) = line.step([7, 8], [0, 1])
+    one, other = batch.objects()
+    assert isinstance(one, tp.RequestOutput)
+    assert isinstance(other, tp.RequestOutput)
+    one.prompt_token_ids.append(1)
+    one.outputs.draft_token_ids.append(1)
+    assert one.metrics is not None
+    one.metrics.preempted_count = 5
+    assert other.prompt_token_ids == []
+    assert other.outputs.draft_token_ids == []
+    assert other.metrics is not None
+    assert other.metrics.preempted_count == 0
+
+
+def test_a_copy_of_slots_has_every_field_and_only_such_classes_have_one() -> None:
+    metrics = RequestMetrics(*range(31))
+    copied = _native.copy_slots(metrics)
+    assert copied == metrics
+    copied.arrival_time = -1.0
+    del copied.preempted_count  # an empty slot is copied as one
+    assert not hasattr(_native.copy_slots(copied), "preempted_count")
+    assert metrics.arrival_time == 0
+    for other in (Exception(), [], object(), type("Open", (RequestMetrics,), {})()):
+        with pytest.raises(TypeError, match="more than __slots__"):
+            _native.copy_slots(other)
 
 
 def test_a_final_without_a_token_has_no_logprobs(line: Line) -> None:

@@ -1,10 +1,13 @@
 """Types of the compiled module; cuda_ops/module.cpp."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import Buffer
+
+_T = TypeVar("_T")
 
 LAYOUT_VERSION: int
 MAX_DECODERS: int
@@ -26,6 +29,8 @@ def frame_columns(
     n: int, m: int, width: int, drafts: int, finals: int, id_bytes: int, flags: int, /
 ) -> tuple[int, ...]: ...
 def step_columns(n: int, m: int, width: int, flags: int, /) -> dict[str, int]: ...
+def copy_of_numbers(name: str, values: Any, /) -> npt.NDArray[np.int32] | None: ...
+def copy_slots(of: _T, /) -> _T: ...
 def now_ns() -> int: ...
 def commit_bytes(core: Core, decoder: int) -> bytes: ...
 def saved_tokens(source: Source) -> int: ...

@@ -4,9 +4,11 @@ values."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+from tokenpipe import _native
 
 
 class LogprobsLists(NamedTuple):
@@ -97,7 +99,7 @@ class RequestMetrics:
 
     def copy(self) -> RequestMetrics:
         """Returns a copy that later outputs do not change."""
-        return RequestMetrics(*[getattr(self, name) for name in _METRIC_NAMES])
+        return _native.copy_slots(self)
 
     def at_token(self, now: float, first: float | None) -> RequestMetrics:
         """Returns a copy as it stands when a token came at `now`, the first one at `first`."""
@@ -125,9 +127,6 @@ class RequestMetrics:
         self.request_start_time = self.arrival_time
         self.llm_engine_recv_req_timestamp = self.engine_get_req_time
         self.llm_engine_send_req_to_engine_timestamp = self.inference_start_time
-
-
-_METRIC_NAMES = tuple(f.name for f in fields(RequestMetrics))
 
 
 def _between(begin: float | None, end: float | None, unknown: float | None) -> float | None:

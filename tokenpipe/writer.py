@@ -445,7 +445,10 @@ class EngineWriter:
 
 def _as_int32(name: str, values: Any) -> npt.NDArray[np.int32]:
     """Returns a copy; raises OpArgumentError for what would become another number."""
-    given = np.asarray(values)
+    copied = _native.copy_of_numbers(name, values)
+    if copied is not None:
+        return copied
+    given = np.asarray(values)  # a list, a rarer dtype, or a number to name
     if given.size and given.dtype.kind not in "iu":
         raise OpArgumentError(name, f"{name} is {given.dtype}, must be whole numbers")
     outside = given[(given < 0) | (given > np.iinfo(np.int32).max)]
