@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from processes import Engine
 from replay import Options, Outcome, Replay
 
 import tokenpipe as tp
@@ -89,14 +88,7 @@ class Chaos(Replay):
         )
         with (
             tp.Pipeline(config) as pipe,
-            Engine(
-                pipe.name,
-                options.mode,
-                options.steps,
-                options.rows,
-                churn=options.churn,
-                rate=self._rate,
-            ) as engine,
+            options.engine(pipe.name, rate=self._rate) as engine,
         ):
             admissions = [self._submit(pipe) for _ in range(options.rows)]
             engine.admit(admissions)
