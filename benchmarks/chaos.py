@@ -99,7 +99,7 @@ class Chaos(Replay):
             killer.stop()
             self.recoveries = killer.recoveries
             self._finish(pipe, engine)
-            return self._outcome({}, pipe.status())
+            return self._outcome({}, {}, pipe.status())
 
 
 def report(chaos: Chaos, outcome: Outcome) -> dict[str, Any]:

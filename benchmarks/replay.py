@@ -139,16 +139,22 @@ class Replay:
             self._resident.append(resident_mb(pipe.pids))
             cpu = {role: after[role] - before[role] for role in after}
             cpu["engine"] = engine.facts()["cpu_s"]
-            return Outcome(
-                (self._ended_ns - self._begun_ns) / 1e9,
-                self._finals,
-                self._requests,
-                self._counts,
-                cpu,
-                self._resident,
-                {role: n - self._warm_collections[role] for role, n in collections.items()},
-                pipe.status(),
-            )
+            since = {role: n - self._warm_collections[role] for role, n in collections.items()}
+            return self._outcome(cpu, since, pipe.status())
+
+    def _outcome(
+        self, cpu_s: dict[str, float], collections: dict[str, int], status: dict[str, Any]
+    ) -> Outcome:
+        return Outcome(
+            (self._ended_ns - self._begun_ns) / 1e9,
+            self._finals,
+            self._requests,
+            self._counts,
+            cpu_s,
+            self._resident,
+            collections,
+            status,
+        )
 
     def _submit(self, pipe: tp.Pipeline) -> tp.Admission:
         length = self._options.limit
