@@ -213,9 +213,17 @@ class Children:
             os.close(role_words_fd)
         return self._keep(Child(role, process.pid, pidfd, process, words_fd))
 
-    def adopt(self, role: str, pid: int) -> Child:
-        """Takes over a process that a former coordinator has started."""
-        return self._keep(Child(role, pid, os.pidfd_open(pid), None, None))
+    def adopt(self, role: str, pid: int, start: int) -> bool:
+        """Takes over the process that a former coordinator has started; False when it is gone."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        if start_time(pid) != start:  # asked once the pidfd holds it: another has the pid by now
+            os.close(pidfd)
+            return False
+        self._keep(Child(role, pid, pidfd, None, None))
+        return True
 
     def _keep(self, child: Child) -> Child:
         self._children[child.role] = child

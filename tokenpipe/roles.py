@@ -22,7 +22,6 @@ from tokenpipe import _native
 from tokenpipe.children import Children, Exited
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import ChildBootError, ExitCode, RoleLostError
-from tokenpipe.segment import start_time
 from tokenpipe.status import View, role_names
 
 _log = logging.getLogger("tokenpipe.roles")
@@ -76,9 +75,8 @@ class Roles:
         for life in self._lives:
             record = self._view.roles[life.index]
             pid = int(record["pid"])
-            if pid and start_time(pid) == int(record["start_time"]):
+            if pid and self._children.adopt(life.role, pid, int(record["start_time"])):
                 life.pid, life.has_beaten = pid, True
-                self._children.adopt(life.role, pid)
                 _log.info("%s (pid %d) goes on", life.role, pid)
             else:
                 self._spawn(life)
