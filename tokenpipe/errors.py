@@ -115,7 +115,7 @@ class SegmentMemoryError(SegmentError):
         super().__init__(
             name,
             f'map "{name}": {needed_bytes} bytes do not fit into the address space of this process '
-            f"(RLIMIT_AS: {limit_bytes} bytes, -1: none); raise it (ulimit -v), or lower "
+            f"(RLIMIT_AS: {limit_bytes} bytes); raise it (ulimit -v), or lower "
             "--ring-slots, --output-slots, --max-num-seqs or --top-logprobs",
         )
         self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes

@@ -167,12 +167,7 @@ class Mapping:
         if about.st_size < 512:
             os.close(shared.fd)
             raise FileNotFoundError(file_name)
-        try:
-            return cls(file_name, shared.fd)
-        except (OSError, ValueError, OverflowError) as e:  # a size that no process can map
-            os.close(shared.fd)
-            text = f'open "{file_name}": its {about.st_size} bytes cannot be mapped ({e})'
-            raise SegmentError(file_name, text) from None
+        return cls(file_name, shared.fd)
 
     @property
     def has_its_name(self) -> bool:
@@ -215,11 +210,14 @@ def _mapped(file_name: str, fd: int) -> mmap.mmap:
     num_bytes = os.fstat(fd).st_size
     try:
         return mmap.mmap(fd, num_bytes)
-    except OSError as e:
-        if e.errno != errno.ENOMEM:
-            raise
+    except (OSError, ValueError, OverflowError) as e:
         limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-        raise SegmentMemoryError(file_name, num_bytes, limit_bytes) from None
+        is_out_of_memory = isinstance(e, OSError) and e.errno == errno.ENOMEM
+        if is_out_of_memory and limit_bytes != resource.RLIM_INFINITY:
+            raise SegmentMemoryError(file_name, num_bytes, limit_bytes) from None
+        # A size that no process can map, say.
+        text = f'map "{file_name}": its {num_bytes} bytes cannot be mapped ({e})'
+        raise SegmentError(file_name, text) from None
 
 
 def _set_lock(fd: int, byte: int) -> None:
