@@ -139,6 +139,15 @@ public:
   }
   Queue(key_t key, int id) : key_(key), id_(id) {}
 
+  // The same in one system call, for an op, which opens its queue at every call and so cares little
+  // who has made it.
+  [[nodiscard]] static Queue open(key_t key) {
+    Queue queue(key, msgget(key, IPC_CREAT | 0600));
+    if (queue.id_ < 0)
+      throw SysvError("queue of key " + queue.name(), errno);
+    return queue;
+  }
+
   [[nodiscard]] int id() const noexcept { return id_; }
   [[nodiscard]] key_t key() const noexcept { return key_; }
   [[nodiscard]] bool is_created() const noexcept { return is_created_; }

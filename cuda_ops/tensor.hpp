@@ -39,6 +39,16 @@ struct Tensor {
   int64_t stride[3] = {0, 0, 0}; // in elements
 
   [[nodiscard]] bool is_there() const noexcept { return ndim != 0; }
+  // `num` dimensions of `sizes`; none at all where there are not 1 to 3.
+  void set_contiguous(int num, const int64_t *sizes) noexcept {
+    ndim = num >= 1 && num <= 3 ? num : 0;
+    int64_t step = 1;
+    for (int i = ndim - 1; i >= 0; --i) {
+      shape[i] = sizes[i];
+      stride[i] = step;
+      step *= sizes[i];
+    }
+  }
   [[nodiscard]] bool is_contiguous() const noexcept {
     int64_t expected = 1;
     for (int i = ndim - 1; i >= 0; --i) {

@@ -53,7 +53,7 @@ def _rows() -> list[str]:
 
 
 class Worker:
-    """The sending end of one queue."""
+    """One end of one queue: it sends, as FastDeploy's worker does, or receives."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -72,6 +72,18 @@ class Worker:
                 return False
             if code != errno.EINTR:
                 raise OSError(code, os.strerror(code))
+
+    def receive(self, room: int = 2**20) -> bytes | None:
+        """Takes the payload of the first message; None when there is none."""
+        message = ctypes.create_string_buffer(8 + room)
+        _libc.msgrcv.restype = ctypes.c_ssize_t
+        got = _libc.msgrcv(self.msqid, message, ctypes.c_size_t(room), ctypes.c_long(0), IPC_NOWAIT)
+        if got < 0:
+            code = ctypes.get_errno()
+            assert code == errno.ENOMSG, os.strerror(code)
+            return None
+        assert struct.unpack_from("q", message)[0] == 1, "FastDeploy's messages have the type 1"
+        return message.raw[8 : 8 + got]
 
     def remove(self) -> None:
         """Removes the queue, as an operator might."""

@@ -30,7 +30,7 @@ FLOORS = (
     ("segment", "requests"),
     ("sources", "lifeline", "outputs", "status"),
     ("reader", "decoder", "resources", "writer", "metrics", "channel", "objects", "drafts"),
-    ("children", "health", "events", "handover"),
+    ("children", "health", "events", "handover", "ops"),
     ("roles", "keeper", "delivery"),
     ("streams",),
     ("coordinator", "pipeline"),
@@ -50,7 +50,8 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             *("os.wait", "os.wait3", "os.wait4", "os.waitpid", "os.waitid"),
             *("os.pidfd_open", "signal.pidfd_send_signal"),
         ),
-        ("children.py", "keeper.py", "demo/"),
+        # ops/build.py starts a compiler.
+        ("children.py", "keeper.py", "demo/", "ops/build.py"),
     ),
     (("signal.signal",), ("stop.py", "demo/")),
     (
@@ -59,8 +60,11 @@ ONLY_HERE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     # config.py adds its fields to whatever parser it is given (DESIGN 8).
     (("argparse",), ("cli.py", "config.py", "demo/")),
-    # children.py hands it on to the roles.
-    (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("config.py", "children.py")),
+    # children.py hands it on to the roles; CXX and the cache folder are no part of a configuration.
+    (
+        ("os.environ", "os.environb", "os.getenv", "os.putenv"),
+        ("config.py", "children.py", "ops/build.py"),
+    ),
     (("prometheus_client",), ("metrics.py", "health.py")),
     (
         ("http.server", "socket", "socketserver"),

@@ -407,6 +407,14 @@ class SocketTakenError(TokenpipeError):
         self.path = path
 
 
+class OpsBuildError(TokenpipeError, ImportError):
+    """The Paddle operators cannot be compiled or loaded here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
 class WrongSourceError(TokenpipeError):
     """A pipeline's steps come another way than the caller wants to save them."""
 
