@@ -59,12 +59,15 @@ class Failure(ctypes.Structure):
         return QueueError(code, text)
 
 
+_Shape = ctypes.c_int64 * 3
+
+
 class _Tensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 3),
+        ("shape", _Shape),
     )
 
 
@@ -99,8 +102,8 @@ class _Call:
         self._arguments: list[Any] = [self._wire(wire)]
 
     def tensor(self, name: str, value: Any, *, is_written: bool = False) -> _Call:
-        array = _array(name, value, is_written)
-        shape = (ctypes.c_int64 * 3)(*(array.shape if array.ndim <= 3 else ()))
+        array = as_array(name, value, is_written=is_written)
+        shape = _Shape(*(array.shape if array.ndim <= 3 else ()))
         dtype = _DTYPES.get(array.dtype.name, 0) if array.dtype.isnative else 0
         if not dtype:
             raise OpArgumentError(name, f"{name} is {array.dtype}, must be one of {list(_DTYPES)}")
@@ -118,12 +121,7 @@ class _Call:
         return self
 
     def flag(self, name: str, value: Any) -> _Call:
-        """A bool, or FastDeploy's tensor of one."""
-        array = np.asarray(value)
-        if array.dtype != np.bool_ or array.size != 1:
-            what = f"{array.dtype}{list(array.shape)}"
-            raise OpArgumentError(name, f"{name} is {what}, must be one bool")
-        return self.number(ctypes.c_bool, array.reshape(-1)[0])
+        return self.number(ctypes.c_bool, as_flag(name, value))
 
     def run(self, op: str) -> None:
         failure = Failure()
@@ -155,7 +153,9 @@ class _Call:
         return self
 
 
-def _array(name: str, value: Any, is_written: bool) -> npt.NDArray[Any]:
+def as_array(name: str, value: Any, *, is_written: bool = False) -> npt.NDArray[Any]:
+    """Returns a contiguous view of a tensor on the CPU, or a copy where it must be only read.
+    Raises OpArgumentError."""
     if isinstance(value, np.ndarray):
         array: npt.NDArray[Any] = value
         if is_written and not array.flags.writeable:
@@ -173,6 +173,15 @@ def _array(name: str, value: Any, is_written: bool) -> npt.NDArray[Any]:
     if is_written:
         raise OpArgumentError(name, f"{name} is written in place: must be contiguous")
     return np.ascontiguousarray(array)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Returns a bool, or the one in FastDeploy's tensor of one. Raises OpArgumentError."""
+    array = np.asarray(value)
+    if array.dtype != np.bool_ or array.size != 1:
+        what = f"{array.dtype}{list(array.shape)}"
+        raise OpArgumentError(name, f"{name} is {what}, must be one bool")
+    return bool(array.reshape(-1)[0])
 
 
 def save_output(
