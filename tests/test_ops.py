@@ -22,6 +22,8 @@ from tokenpipe.ops import sysv
 from tokenpipe.ops.build import paddle_library
 
 ROOT = Path(__file__).parents[1]
+CACHE = ROOT / "build" / "paddle-ops"
+"""Where the operators are kept for a checkout, so that not every run compiles them."""
 RAISE_LIMITS = (
     "echo 1000000 >/proc/sys/kernel/msgmax && echo 4000000 >/proc/sys/kernel/msgmnb && exec "
 )
@@ -39,8 +41,7 @@ def run_cases(which: str) -> None:
         shutil.which("unshare") is not None
         and subprocess.run([*isolated, "true"], capture_output=True).returncode == 0
     )
-    # Compiled once for a checkout, not once for each run.
-    environment = os.environ | {"TOKENPIPE_CACHE_DIR": str(ROOT / "build" / "paddle-ops")}
+    environment = os.environ | {"TOKENPIPE_CACHE_DIR": str(CACHE)}
     done = subprocess.run(
         [*isolated, *command] if may_isolate else command,
         cwd=ROOT,
@@ -228,3 +229,17 @@ def test_without_a_compiler_the_import_of_the_operators_says_so(tmp_path: Path) 
     environment = {"CXX": "no-such-compiler", "TOKENPIPE_CACHE_DIR": str(tmp_path / "cache")}
     said = import_error(environment, "from tokenpipe.ops.paddle import save_output")
     assert "OpsBuildError: no C++ compiler: 'no-such-compiler'" in said
+
+
+TWICE = """
+import importlib, paddle, tokenpipe.ops.paddle
+importlib.reload(tokenpipe.ops.paddle)
+"""
+
+
+@needs_paddle
+@pytest.mark.timeout(600)  # it may have to compile the operators
+def test_operators_of_these_names_are_not_loaded_a_second_time() -> None:
+    """Paddle would abort the process."""
+    said = import_error({"TOKENPIPE_CACHE_DIR": str(CACHE)}, TWICE)
+    assert "OpsBuildError: operators of these names are in this process already" in said

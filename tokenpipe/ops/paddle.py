@@ -29,11 +29,17 @@ except ModuleNotFoundError as error:
 
 
 def _load() -> ctypes.CDLL:
+    from paddle.base import core
     from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
 
     version = paddle.version.full_version
     if not version.startswith("3."):
         raise OpsBuildError(f"the Paddle operators need Paddle 3, this is {version}")
+    if "static_op_save_output" in core.get_all_op_names():
+        raise OpsBuildError(
+            "operators of these names are in this process already (FastDeploy's own?): Paddle "
+            "aborts a process that loads them twice"
+        )
     root = Path(paddle.__file__).parent
     includes = [root / "include", root / "include" / "third_party"]
     # The wheel's own core, which has all that the operators call, and is loaded already.
