@@ -14,7 +14,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,14 +52,14 @@ def paddle_library(version: str, includes: Sequence[Path], link: Sequence[str]) 
 
 def _compile(command: Sequence[str], target: Path) -> None:
     _log.info("compiling the Paddle operators into %s, which takes some ten seconds", target)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        made = Path(work) / target.name
-        whole = [*command, "-o", str(made)]
-        done = subprocess.run(whole, capture_output=True, text=True)
-        if done.returncode != 0:
-            said = "\n".join((done.stderr or done.stdout).splitlines()[:20])
-            raise OpsBuildError(f"{shlex.join(whole)} failed ({done.returncode}):\n{said}")
-        made.rename(target)  # whole or not at all
+    part = target.with_suffix(".part")  # ours alone: the lock is held
+    whole = [*command, "-o", str(part)]
+    done = subprocess.run(whole, capture_output=True, text=True)
+    if done.returncode != 0:
+        part.unlink(missing_ok=True)
+        said = "\n".join((done.stderr or done.stdout).splitlines()[:20])
+        raise OpsBuildError(f"{shlex.join(whole)} failed ({done.returncode}):\n{said}")
+    part.rename(target)  # whole or not at all
 
 
 def _compiler() -> list[str]:

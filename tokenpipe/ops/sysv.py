@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import sysconfig
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,10 @@ _DTYPES = {"int32": 1, "int64": 2, "float32": 3}
 
 
 def _load() -> ctypes.CDLL:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).parents[1] / f"_ops{suffix}"
-        if path.exists():
-            return ctypes.CDLL(str(path))
-    raise ImportError("tokenpipe/_ops is not built: install the package again")
+    path = Path(__file__).parents[1] / f"_ops{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        raise ImportError(f"{path} is not there: install tokenpipe again")
+    return ctypes.CDLL(str(path))
 
 
 _library = _load()
