@@ -88,7 +88,7 @@ def c_call(op: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
             made.append(ctypes.c_bool(bool(value[0])))
         elif isinstance(value, np.ndarray):
             shape = sysv._Shape(*value.shape)
-            kind = sysv._DTYPES[value.dtype.name]
+            kind = sysv._DTYPES[value.dtype]
             made.append(ctypes.byref(sysv._Tensor(value.ctypes.data, kind, value.ndim, shape)))
         elif isinstance(value, bool):
             made.append(ctypes.c_bool(value))

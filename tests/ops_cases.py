@@ -932,6 +932,15 @@ def test_arrays_that_cannot_be_written_are_refused(wires: Wires) -> None:
             sysv.get_output(x, 0, False)
 
 
+def test_an_array_of_no_dtype_of_an_op_is_refused(wires: Wires) -> None:
+    from tokenpipe.ops import sysv
+
+    wires.new()
+    for dtype in (np.float64, np.uint8, np.dtype(np.int64).newbyteorder()):
+        with pytest.raises(OpArgumentError, match=r"x is .*, must be one of int32, int64, float32"):
+            sysv.save_output(np.zeros((1, 1), dtype), True)
+
+
 def test_strided_arrays_are_sent_as_they_look(wires: Wires) -> None:
     from tokenpipe.ops import sysv
 

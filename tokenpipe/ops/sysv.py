@@ -80,7 +80,7 @@ class _Wire(ctypes.Structure):
     )
 
 
-_DTYPES = {"int32": 1, "int64": 2, "float32": 3}
+_DTYPES = {np.dtype(np.int32): 1, np.dtype(np.int64): 2, np.dtype(np.float32): 3}
 
 
 def _load() -> ctypes.CDLL:
@@ -103,9 +103,10 @@ class _Call:
     def tensor(self, name: str, value: Any, *, is_written: bool = False) -> _Call:
         array = as_array(name, value, is_written=is_written)
         shape = _Shape(*(array.shape if array.ndim <= 3 else ()))
-        dtype = _DTYPES.get(array.dtype.name, 0) if array.dtype.isnative else 0
-        if not dtype:
-            raise OpArgumentError(name, f"{name} is {array.dtype}, must be one of {list(_DTYPES)}")
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None:
+            kinds = ", ".join(map(str, _DTYPES))
+            raise OpArgumentError(name, f"{name} is {array.dtype}, must be one of {kinds}")
         tensor = _Tensor(array.ctypes.data, dtype, array.ndim, shape)
         return self._by_reference(tensor, array)
 
