@@ -85,7 +85,7 @@ def test_a_row_ends_by_what_the_wire_shows_and_not_by_a_limit(unique_name: str) 
             "eos": ([11, 12, 13, EOS], "stop"),
             "recovery": ([41, 42], "recovery"),
         }
-        assert live_rows(pipe) == 0
+        wait_until(lambda: live_rows(pipe) == 0, describe=pipe.status)
 
 
 def test_what_waits_in_the_queue_is_not_a_newcomer_s(unique_name: str) -> None:
@@ -135,7 +135,7 @@ def test_an_aborted_row_comes_back_when_the_worker_says_so(unique_name: str) -> 
         assert live_rows(pipe) == 1
         worker.send(row_of(4, 2, -9))
         read(pipe)
-        assert live_rows(pipe) == 0
+        wait_until(lambda: live_rows(pipe) == 0, describe=pipe.status)
 
 
 def test_a_row_that_was_not_let_go_of_is_quarantined_until_it_is_shown_empty(
