@@ -13,6 +13,7 @@
 
 #include "book.hpp"
 #include "client.hpp"
+#include "cuda_writer.hpp"
 #include "decoder.hpp"
 #include "output_ops.hpp"
 #include "ring.hpp"
@@ -81,6 +82,7 @@ public:
   Borrowed &operator=(const Borrowed &) = delete;
 
   tp::Tensor view;
+  int device = -1; // ordinal of the CUDA device that it lies on; -1: the CPU
 
 private:
   static tp::Dtype dtype(char kind, int64_t bytes) {
@@ -144,7 +146,9 @@ private:
                                           ", must be a numpy array or a tensor with DLPack");
     DlTensor *tensor = nullptr;
     try {
-      capsule_ = object.attr("__dlpack__")();
+      // -1: no stream need wait for another, the caller has said which one it saves in.
+      capsule_ = is_on_cuda(object) ? object.attr("__dlpack__")("stream"_a = -1)
+                                    : object.attr("__dlpack__")();
       tensor = static_cast<DlTensor *>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
       if (tensor == nullptr)
         throw py::error_already_set();
@@ -154,10 +158,12 @@ private:
       throw tp::OpArgumentError(name, std::string(name) + " cannot be read: " + e.what());
     }
     constexpr int32_t cpu = 1, cuda_host = 3;
-    if (tensor->device.type != cpu && tensor->device.type != cuda_host)
+    if (is_cuda(tensor->device.type))
+      device = tensor->device.id;
+    else if (tensor->device.type != cpu && tensor->device.type != cuda_host)
       throw tp::OpArgumentError(name, std::string(name) + " lies on DLPack device type " +
                                           std::to_string(tensor->device.type) +
-                                          ", must be on the CPU (1 or 3)");
+                                          ", must be on the CPU (1 or 3) or a CUDA device (2)");
     constexpr const char *kinds = "iuf?b";
     const char kind = tensor->dtype.code < 5 ? kinds[tensor->dtype.code] : '?';
     view.dtype = tensor->dtype.lanes == 1 ? dtype(kind, tensor->dtype.bits / 8) : tp::Dtype::other;
@@ -175,6 +181,15 @@ private:
       packed *= view.shape[i];
     }
     view.data = static_cast<uint8_t *>(tensor->data) + tensor->byte_offset;
+  }
+
+  [[nodiscard]] static bool is_cuda(int32_t type) noexcept {
+    constexpr int32_t cuda = 2, cuda_managed = 13;
+    return type == cuda || type == cuda_managed;
+  }
+  [[nodiscard]] static bool is_on_cuda(py::handle object) {
+    return py::hasattr(object, "__dlpack_device__") &&
+           is_cuda(object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>().first);
   }
 
   // A member of its own, so that it is also released when the constructor throws.
@@ -513,7 +528,7 @@ public:
   void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
             py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
             py::handle ranks, py::handle vectors, uint32_t message_flag, bool not_need_stop,
-            bool is_prompt) {
+            bool is_prompt, std::optional<uint64_t> stream) {
     const Borrowed borrowed_tokens("tokens", tokens),
         borrowed_generations("generations", generations), borrowed_rows("rows", rows),
         borrowed_states("states", states), borrowed_positions("positions", positions),
@@ -534,7 +549,77 @@ public:
     a.is_prompt = is_prompt;
     a.message_flag = message_flag;
     a.not_need_stop = not_need_stop;
-    writer_.save(a);
+    const int device =
+        borrowed_vectors.view.is_there() ? borrowed_vectors.device : borrowed_tokens.device;
+    for (const auto &[name, tensor] :
+         {std::pair{"tokens", &borrowed_tokens}, std::pair{"accept_num", &borrowed_accept},
+          std::pair{"topk_ids", &borrowed_ids}, std::pair{"logprobs", &borrowed_logprobs},
+          std::pair{"ranks", &borrowed_ranks}, std::pair{"vectors", &borrowed_vectors}})
+      check_device(name, *tensor, device, false);
+    uint32_t on_host = 0;
+    for (const auto &[name, tensor, column] :
+         {std::tuple{"rows", &borrowed_rows, tp::PACK_HAS_ROWS},
+          std::tuple{"generations", &borrowed_generations, tp::PACK_HAS_GENERATIONS},
+          std::tuple{"states", &borrowed_states, tp::PACK_HAS_STATES},
+          std::tuple{"positions", &borrowed_positions, tp::PACK_HAS_POSITIONS}}) {
+      check_device(name, *tensor, device, true);
+      if (tensor->device < 0)
+        on_host |= column;
+    }
+    if (device < 0) {
+      writer_.save(a);
+      if (cuda_)
+        cuda_->note_host_save();
+      return;
+    }
+    if (is_prompt)
+      throw tp::OpArgumentError("tokens", "tokens lies on CUDA device " + std::to_string(device) +
+                                              ": prompt logprobs are saved from the CPU");
+    if (!stream)
+      throw tp::OpArgumentError("stream", "tokens lies on CUDA device " + std::to_string(device) +
+                                              ": give stream=, 0 for the default one");
+    if (!cuda_ || cuda_->ordinal() != device)
+      throw tp::OpArgumentError(
+          "tokens", "tokens lies on CUDA device " + std::to_string(device) + ", this writer is " +
+                        (cuda_ ? "on device " + std::to_string(cuda_->ordinal()) : "on the CPU"));
+    cuda_->save(a, on_host, reinterpret_cast<tp::CudaStream>(*stream));
+  }
+
+  void open_cuda(const tp::Driver &driver, int ordinal, const std::string &image,
+                 bool publish_by_stream) {
+    cuda_.emplace(driver, writer_, source_, ordinal, image,
+                  publish_by_stream ? tp::CudaPublish::stream_write
+                                    : tp::CudaPublish::host_function);
+  }
+  [[nodiscard]] int cuda_device() const noexcept { return cuda_ ? cuda_->ordinal() : -1; }
+  void begin_replay(py::handle generations, py::handle rows) {
+    if (!cuda_)
+      throw tp::OpArgumentError("replay", "no save on a CUDA device was captured yet");
+    const Borrowed g("generations", generations), r("rows", rows);
+    tp::SaveArguments a;
+    a.generations = g.view;
+    a.rows = r.view;
+    cuda_->begin_replay(a);
+  }
+  // Whether every step saved is published, after `timeout_s` at most.
+  bool wait_settled(double timeout_s) {
+    if (!cuda_ || cuda_->is_settled())
+      return true;
+    const GilReleased released;
+    const uint64_t begun = tp::now_ns(), limit = as_ns(timeout_s);
+    constexpr timespec pause{0, 50'000}; // a GPU's step is longer by far
+    while (tp::now_ns() - begun < limit) {
+      nanosleep(&pause, nullptr);
+      if (cuda_->is_settled())
+        return true;
+    }
+    return false;
+  }
+  void close_cuda() {
+    if (!cuda_)
+      return;
+    const GilReleased released;
+    cuda_->close();
   }
 
   void note(py::handle rows, py::handle generations, uint32_t count) {
@@ -563,9 +648,22 @@ public:
   [[nodiscard]] uint64_t saved_tokens() const noexcept { return writer_.saved_tokens(); }
 
 private:
+  static void check_device(const char *name, const Borrowed &tensor, int expected,
+                           bool may_be_on_cpu) {
+    if (!tensor.view.is_there() || tensor.device == expected ||
+        (may_be_on_cpu && tensor.device < 0))
+      return;
+    const auto place = [](int device) {
+      return device < 0 ? std::string("the CPU") : "CUDA device " + std::to_string(device);
+    };
+    throw tp::OpArgumentError(name, std::string(name) + " lies on " + place(tensor.device) +
+                                        ", must be on " + place(expected) + " as tokens is");
+  }
+
   const tp::SourceMap &source_;
   tp::Writer writer_;
   uint64_t spin_ns_;
+  std::optional<tp::CudaWriter> cuda_;
 };
 
 class PyDecoder {
@@ -940,6 +1038,36 @@ bool remove_queue(const MappedSource &mapped) {
   return true;
 }
 
+// (major, minor) of the newest CUDA that the driver serves.
+[[nodiscard]] std::pair<int, int> cuda_version(const tp::Driver &driver) {
+  int version = 0;
+  driver.check("cuDriverGetVersion", driver.cuDriverGetVersion(&version));
+  return {version / 1000, version % 1000 / 10};
+}
+
+// Names of the devices, by ordinal.
+[[nodiscard]] std::vector<std::string> cuda_devices(const tp::Driver &driver) {
+  int count = 0;
+  driver.check("cuInit", driver.cuInit(0));
+  driver.check("cuDeviceGetCount", driver.cuDeviceGetCount(&count));
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    char name[256] = "";
+    int device = 0;
+    driver.check("cuDeviceGet", driver.cuDeviceGet(&device, i));
+    driver.check("cuDeviceGetName", driver.cuDeviceGetName(name, sizeof(name), device));
+    names.emplace_back(name);
+  }
+  return names;
+}
+
+// Throws CudaError when a device cannot run the kernels of `image`.
+void check_kernels(const tp::Driver &driver, int ordinal, const std::string &image) {
+  tp::Device device(driver, ordinal);
+  const auto current = device.current();
+  (void)device.load(image, "tp_pack");
+}
+
 // A successor of the coordinator that made the segments says who it is.
 void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid, uint64_t start) {
   for (const auto set : {0, 1}) {
@@ -1108,14 +1236,16 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Shared-memory protocol of tokenpipe: ring, output ops, decoder, client, book.";
 
   // errors.py hands its class over at import: the C++ side has no exceptions of its own for Python.
-  static py::object op_argument_error, queue_error;
-  m.def("set_errors", [](py::object op_argument, py::object queue) {
+  static py::object op_argument_error, queue_error, cuda_error;
+  m.def("set_errors", [](py::object op_argument, py::object queue, py::object cuda) {
     op_argument_error = std::move(op_argument);
     queue_error = std::move(queue);
+    cuda_error = std::move(cuda);
   });
   m.add_object("_drop_at_exit", py::capsule([] {
                  op_argument_error.release();
                  queue_error.release();
+                 cuda_error.release();
                }));
   py::register_exception_translator([](std::exception_ptr p) {
     try {
@@ -1131,6 +1261,9 @@ PYBIND11_MODULE(_native, m) {
     } catch (const tp::sysv::SysvError &e) {
       const py::object error = queue_error(e.code, e.what());
       PyErr_SetObject(queue_error.ptr(), error.ptr());
+    } catch (const tp::CudaError &e) {
+      const py::object error = cuda_error(e.call, e.code, e.what());
+      PyErr_SetObject(cuda_error.ptr(), error.ptr());
     }
   });
 
@@ -1211,6 +1344,12 @@ PYBIND11_MODULE(_native, m) {
       .def_property_readonly("sizes",
                              [](const MappedSource &s) { return sizes_to(s.map().sizes); });
 
+  py::class_<tp::Driver>(m, "CudaDriver")
+      .def(py::init<const std::string &>(), "library"_a)
+      .def("version", &cuda_version)
+      .def("devices", &cuda_devices)
+      .def("check_kernels", &check_kernels, "device"_a, "image"_a);
+
   py::class_<PyProducer>(m, "Producer")
       .def(py::init<const MappedCore &, double>(), "core"_a, "spin_s"_a, py::keep_alive<1, 2>())
       .def("claim", &PyProducer::claim, "timeout_s"_a)
@@ -1275,7 +1414,13 @@ PYBIND11_MODULE(_native, m) {
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
            "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
            "vectors"_a = py::none(), "message_flag"_a = 3, "not_need_stop"_a = true,
-           "is_prompt"_a = false)
+           "is_prompt"_a = false, "stream"_a = py::none())
+      .def("open_cuda", &PyWriter::open_cuda, "driver"_a, "device"_a, "image"_a,
+           "publish_by_stream"_a, py::keep_alive<1, 2>())
+      .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a)
+      .def("wait_settled", &PyWriter::wait_settled, "timeout_s"_a)
+      .def("close_cuda", &PyWriter::close_cuda)
+      .def_property_readonly("cuda_device", &PyWriter::cuda_device)
       .def("note", &PyWriter::note, "rows"_a, "generations"_a, "count"_a)
       .def("poll", &PyWriter::poll)
       .def("beat", &PyWriter::beat, "busy"_a)

@@ -63,17 +63,7 @@ public:
     const tp_sizes &sizes = source_.sizes;
     const Shape shape = check(a, sizes);
     tp_step &step = source_.slot(published_);
-    uint32_t flags = 0;
-    if (a.accept_num.is_there())
-      flags |= TP_STEP_ACCEPT;
-    if (a.positions.is_there())
-      flags |= TP_STEP_POSITIONS;
-    if (a.not_need_stop)
-      flags |= TP_STEP_NOT_NEED_STOP;
-    if (a.vectors.is_there())
-      flags |= TP_STEP_POOLING;
-    if (a.is_prompt)
-      flags |= TP_STEP_PROMPT;
+    const uint32_t flags = flags_of(a);
     // Which rows run and how many tokens each has decides where the later columns lie.
     const StepColumns head(shape.n, 0, 0, flags);
     fill_rows(a, shape, step, head, sizes);
@@ -102,14 +92,23 @@ public:
     step.saved_tokens = saved_tokens_;
     ++published_;
     fault::point("writer.filled");
-    tp_source &source = source_.head();
-    put(source.beat_ns, step.saved_ns);
-    put(source.busy, uint64_t{0});
+    put(source_.head().beat_ns, step.saved_ns);
+    put(source_.head().busy, uint64_t{0});
+    publish_below(source_.head(), published_);
+  }
+
+  // Says that every step below `sequence` may be read.
+  static void publish_below(tp_source &source, uint64_t sequence) noexcept {
     // SYNC POINT: source cursor - release: the step's bytes are visible to whoever sees the cursor
-    publish(source.published, published_);
+    publish(source.published, sequence);
     fault::point("writer.published");
     ring_bell(source.reader_bell);
   }
+
+  // Takes the next step for somebody who fills and publishes it later (cuda_writer.hpp). Until then
+  // save() must not be called.
+  uint64_t claim() noexcept { return published_++; }
+  void set_saved_tokens(uint64_t tokens) noexcept { saved_tokens_ = tokens; }
 
   void beat(bool busy) noexcept {
     put(source_.head().beat_ns, now_ns());
@@ -148,41 +147,23 @@ public:
     }
   }
 
-private:
   struct Shape {
     uint64_t n, depth, width;
   };
 
-  [[nodiscard]] bool has_space() const noexcept {
-    // SYNC POINT: source released - acquire: the reader has copied the steps below it
-    return published_ - observe(source_.head().released) < source_.sizes.source_slots;
-  }
-
-  [[nodiscard]] static std::string shown(const Tensor &t) {
-    std::string text = t.dtype_name + "[";
-    for (int i = 0; i < t.ndim; ++i)
-      text += (i ? ", " : "") + std::to_string(t.shape[i]);
-    return text + "]";
-  }
-
-  static void expect(const char *name, const Tensor &t, bool is_float, int ndim,
-                     const int64_t (&shape)[3], const char *what) {
-    const bool right_type =
-        is_float
-            ? t.dtype == Dtype::float32 || t.dtype == Dtype::float16 || t.dtype == Dtype::bfloat16
-            : t.dtype == Dtype::int32 || t.dtype == Dtype::int64 || t.dtype == Dtype::uint8 ||
-                  t.dtype == Dtype::uint32 || t.dtype == Dtype::uint64;
-    bool right_shape = t.ndim == ndim;
-    for (int i = 0; right_shape && i < ndim; ++i)
-      right_shape = t.shape[i] == shape[i];
-    if (right_type && right_shape)
-      return;
-    std::string wanted = what;
-    wanted += " [";
-    for (int i = 0; i < ndim; ++i)
-      wanted += (i ? ", " : "") + std::to_string(shape[i]);
-    throw OpArgumentError(name,
-                          std::string(name) + " is " + shown(t) + ", must be " + wanted + "]");
+  [[nodiscard]] static uint32_t flags_of(const SaveArguments &a) noexcept {
+    uint32_t flags = 0;
+    if (a.accept_num.is_there())
+      flags |= TP_STEP_ACCEPT;
+    if (a.positions.is_there())
+      flags |= TP_STEP_POSITIONS;
+    if (a.not_need_stop)
+      flags |= TP_STEP_NOT_NEED_STOP;
+    if (a.vectors.is_there())
+      flags |= TP_STEP_POOLING;
+    if (a.is_prompt)
+      flags |= TP_STEP_PROMPT;
+    return flags;
   }
 
   [[nodiscard]] static Shape check(const SaveArguments &a, const tp_sizes &sizes) {
@@ -230,6 +211,74 @@ private:
       expect("ranks", a.ranks, false, 1 + extra, {n, depth, 0}, ints);
     }
     return {static_cast<uint64_t>(n), static_cast<uint64_t>(depth), static_cast<uint64_t>(width)};
+  }
+
+  // The columns that tell whose the rows are, checked.
+  static void read_rows(const Tensor &t, uint32_t *rows, uint64_t n, const tp_sizes &sizes) {
+    copy_column("rows", reinterpret_cast<int32_t *>(rows), t, n);
+    for (uint64_t i = 0; i < n; ++i)
+      if (rows[i] >= sizes.max_num_seqs)
+        throw OpArgumentError(
+            "rows",
+            "rows[" + std::to_string(i) + "] is " + std::to_string(static_cast<int32_t>(rows[i])) +
+                ", must be 0 to max_num_seqs - 1 = " + std::to_string(sizes.max_num_seqs - 1));
+  }
+  static void read_generations(const Tensor &t, int32_t *generations, uint64_t n) {
+    copy_column("generations", generations, t, n);
+    for (uint64_t i = 0; i < n; ++i)
+      if (generations[i] < 0)
+        throw OpArgumentError("generations", "generations[" + std::to_string(i) + "] is " +
+                                                 std::to_string(generations[i]) +
+                                                 ", must be 0 (padded) or an admission's");
+  }
+  static void read_states(const Tensor &t, uint8_t *states, uint64_t n) {
+    for (uint64_t i = 0; i < n; ++i) {
+      int32_t state = -1;
+      const bool fits = copy_ints(&state, t, static_cast<int64_t>(i) * t.stride[0], 1, 1);
+      if (!fits || state < TP_ROW_TOKEN || state > TP_ROW_ACKNOWLEDGED)
+        throw OpArgumentError("states",
+                              "states[" + std::to_string(i) + "] is " +
+                                  (fits ? std::to_string(state) : first_outside_int32(t)) +
+                                  ", must be 0 to 3");
+      states[i] = static_cast<uint8_t>(state);
+    }
+  }
+  static void copy_column(const char *name, int32_t *to, const Tensor &t, uint64_t n) {
+    if (!copy_ints(to, t, 0, static_cast<int64_t>(n), t.stride[0]))
+      refuse_outside_int32(name, t);
+  }
+
+private:
+  [[nodiscard]] bool has_space() const noexcept {
+    // SYNC POINT: source released - acquire: the reader has copied the steps below it
+    return published_ - observe(source_.head().released) < source_.sizes.source_slots;
+  }
+
+  [[nodiscard]] static std::string shown(const Tensor &t) {
+    std::string text = t.dtype_name + "[";
+    for (int i = 0; i < t.ndim; ++i)
+      text += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return text + "]";
+  }
+
+  static void expect(const char *name, const Tensor &t, bool is_float, int ndim,
+                     const int64_t (&shape)[3], const char *what) {
+    const bool right_type =
+        is_float
+            ? t.dtype == Dtype::float32 || t.dtype == Dtype::float16 || t.dtype == Dtype::bfloat16
+            : t.dtype == Dtype::int32 || t.dtype == Dtype::int64 || t.dtype == Dtype::uint8 ||
+                  t.dtype == Dtype::uint32 || t.dtype == Dtype::uint64;
+    bool right_shape = t.ndim == ndim;
+    for (int i = 0; right_shape && i < ndim; ++i)
+      right_shape = t.shape[i] == shape[i];
+    if (right_type && right_shape)
+      return;
+    std::string wanted = what;
+    wanted += " [";
+    for (int i = 0; i < ndim; ++i)
+      wanted += (i ? ", " : "") + std::to_string(shape[i]);
+    throw OpArgumentError(name,
+                          std::string(name) + " is " + shown(t) + ", must be " + wanted + "]");
   }
 
   static void check_rows(const SaveArguments &a, int64_t n) {
@@ -284,47 +333,19 @@ private:
                                     ", which is outside int32");
   }
 
-  static void copy_column(const char *name, int32_t *to, const Tensor &t, uint64_t n) {
-    if (!copy_ints(to, t, 0, static_cast<int64_t>(n), t.stride[0]))
-      refuse_outside_int32(name, t);
-  }
-
   void fill_rows(const SaveArguments &a, const Shape &shape, tp_step &step, const StepColumns &at,
                  const tp_sizes &sizes) {
     uint32_t *rows = column<uint32_t>(step, at.rows);
     if (!a.rows.is_there())
       for (uint32_t i = 0; i < shape.n; ++i)
         rows[i] = i;
-    else {
-      copy_column("rows", reinterpret_cast<int32_t *>(rows), a.rows, shape.n);
-      for (uint64_t i = 0; i < shape.n; ++i)
-        if (rows[i] >= sizes.max_num_seqs)
-          throw OpArgumentError("rows", "rows[" + std::to_string(i) + "] is " +
-                                            std::to_string(static_cast<int32_t>(rows[i])) +
-                                            ", must be 0 to max_num_seqs - 1 = " +
-                                            std::to_string(sizes.max_num_seqs - 1));
-    }
-    int32_t *generations = column<int32_t>(step, at.generations);
-    copy_column("generations", generations, a.generations, shape.n);
-    for (uint64_t i = 0; i < shape.n; ++i)
-      if (generations[i] < 0)
-        throw OpArgumentError("generations", "generations[" + std::to_string(i) + "] is " +
-                                                 std::to_string(generations[i]) +
-                                                 ", must be 0 (padded) or an admission's");
+    else
+      read_rows(a.rows, rows, shape.n, sizes);
+    read_generations(a.generations, column<int32_t>(step, at.generations), shape.n);
     uint8_t *states = column<uint8_t>(step, at.states);
     std::memset(states, TP_ROW_TOKEN, shape.n);
     if (a.states.is_there())
-      for (uint64_t i = 0; i < shape.n; ++i) {
-        int32_t state = -1;
-        const bool fits =
-            copy_ints(&state, a.states, static_cast<int64_t>(i) * a.states.stride[0], 1, 1);
-        if (!fits || state < TP_ROW_TOKEN || state > TP_ROW_ACKNOWLEDGED)
-          throw OpArgumentError("states",
-                                "states[" + std::to_string(i) + "] is " +
-                                    (fits ? std::to_string(state) : first_outside_int32(a.states)) +
-                                    ", must be 0 to 3");
-        states[i] = static_cast<uint8_t>(state);
-      }
+      read_states(a.states, states, shape.n);
     if (a.positions.is_there())
       copy_column("positions", column<int32_t>(step, at.positions), a.positions, shape.n);
   }

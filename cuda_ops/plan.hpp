@@ -8,23 +8,31 @@
 
 #include "layout.h"
 
+// What kernels call too.
+#ifdef __CUDACC__
+#define TP_BOTH __host__ __device__
+#else
+#define TP_BOTH
+#endif
+
 namespace tp {
 
-[[nodiscard]] constexpr uint64_t align_up(uint64_t bytes, uint64_t to) noexcept {
+[[nodiscard]] TP_BOTH constexpr uint64_t align_up(uint64_t bytes, uint64_t to) noexcept {
   return (bytes + to - 1) / to * to;
 }
 
 // Hands out aligned offsets one after another.
 class Cursor {
 public:
-  explicit constexpr Cursor(uint64_t at) noexcept : at_(at) {}
-  constexpr uint64_t take(uint64_t bytes, uint64_t alignment = TP_COLUMN_ALIGN) noexcept {
+  TP_BOTH explicit constexpr Cursor(uint64_t at) noexcept : at_(at) {}
+  TP_BOTH constexpr uint64_t take(uint64_t bytes, uint64_t alignment = TP_COLUMN_ALIGN) noexcept {
     at_ = align_up(at_, alignment);
     const uint64_t here = at_;
     at_ += bytes;
     return here;
   }
-  [[nodiscard]] constexpr uint64_t end(uint64_t alignment = TP_COLUMN_ALIGN) const noexcept {
+  [[nodiscard]] TP_BOTH constexpr uint64_t
+  end(uint64_t alignment = TP_COLUMN_ALIGN) const noexcept {
     return align_up(at_, alignment);
   }
 
@@ -36,7 +44,7 @@ private:
 struct StepColumns {
   uint64_t rows, generations, states, positions, accept_num, tokens, topk_ids, logprobs, ranks, end;
 
-  StepColumns(uint64_t n, uint64_t m, uint64_t width, uint32_t flags) noexcept {
+  TP_BOTH StepColumns(uint64_t n, uint64_t m, uint64_t width, uint32_t flags) noexcept {
     const bool pooling = flags & TP_STEP_POOLING;
     Cursor at(sizeof(tp_step));
     rows = at.take(4 * n);
@@ -256,11 +264,12 @@ public:
 };
 
 // A column of the record at `head`.
-template <class T, class Head> [[nodiscard]] T *column(Head &head, uint64_t offset) noexcept {
+template <class T, class Head>
+[[nodiscard]] TP_BOTH T *column(Head &head, uint64_t offset) noexcept {
   return reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(&head) + offset);
 }
 template <class T, class Head>
-[[nodiscard]] const T *column(const Head &head, uint64_t offset) noexcept {
+[[nodiscard]] TP_BOTH const T *column(const Head &head, uint64_t offset) noexcept {
   return reinterpret_cast<const T *>(reinterpret_cast<const uint8_t *>(&head) + offset);
 }
 

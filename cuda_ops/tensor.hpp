@@ -7,6 +7,9 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "plan.hpp"
 
 namespace tp {
 
@@ -60,13 +63,21 @@ struct Tensor {
   }
 };
 
-[[nodiscard]] inline float half_to_float(uint16_t half) noexcept {
+[[nodiscard]] TP_BOTH inline float float_of_bits(uint32_t bits) noexcept {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  return std::bit_cast<float>(bits);
+#endif
+}
+
+[[nodiscard]] TP_BOTH inline float half_to_float(uint16_t half) noexcept {
   const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 0x1f,
                  mantissa = half & 0x3ffu;
   if (exponent == 0x1f) // infinities and NaN
-    return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
+    return float_of_bits(sign | 0x7f800000u | (mantissa << 13));
   if (exponent != 0)
-    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    return float_of_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
   const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;
   return sign ? -subnormal : subnormal;
 }
@@ -86,7 +97,7 @@ template <class From>
   for (int64_t i = 0; i < count; ++i) {
     const From value = from[i * stride];
     to[i] = static_cast<int32_t>(value);
-    fits &= static_cast<From>(to[i]) == value && (to[i] < 0) == (value < From{0});
+    fits &= std::cmp_equal(to[i], value);
   }
   return fits;
 }
@@ -94,10 +105,7 @@ template <class From>
 // The first value of `t` that no int32 holds, as text. For the message, when a copy has met one.
 [[nodiscard]] inline std::string first_outside_int32(const Tensor &t) {
   const auto shown = [](auto value) {
-    const auto narrow = static_cast<int32_t>(value);
-    const bool fits = static_cast<decltype(value)>(narrow) == value &&
-                      (narrow < 0) == (value < decltype(value){0});
-    return fits ? std::string() : std::to_string(value);
+    return std::in_range<int32_t>(value) ? std::string() : std::to_string(value);
   };
   const auto at = [&](int64_t i) {
     switch (t.dtype) {
@@ -135,7 +143,7 @@ inline void copy_as_float(float *to, const Tensor &t, int64_t at, int64_t count,
   case Dtype::bfloat16: {
     const uint16_t *from = static_cast<const uint16_t *>(t.data) + at;
     for (int64_t i = 0; i < count; ++i)
-      to[i] = std::bit_cast<float>(uint32_t{from[i * stride]} << 16);
+      to[i] = float_of_bits(uint32_t{from[i * stride]} << 16);
     return;
   }
   default: {

@@ -27,7 +27,7 @@ FLOORS = (
     ("_native", "stop", "forks"),
     ("errors", "commands"),
     ("layout", "config", "records", "limits", "socket_file"),
-    ("segment", "requests"),
+    ("segment", "requests", "cuda"),
     ("sources", "lifeline", "outputs", "status"),
     ("reader", "decoder", "resources", "writer", "metrics", "channel", "objects", "drafts"),
     ("children", "health", "events", "handover", "ops"),

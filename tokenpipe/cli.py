@@ -1,4 +1,4 @@
-"""The command line: serve, demo, inspect, clean. The only argparse, print and exit of the
+"""The command line: serve, demo, inspect, clean, ops. The only argparse, print and exit of the
 package."""
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="run a real small model through a pipeline"))
     _add_inspect(commands.add_parser("inspect", help="show what a running pipeline is doing"))
     _add_clean(commands.add_parser("clean", help="remove what dead runs left in /dev/shm"))
+    _add_ops(commands.add_parser("ops", help="say which form of the output ops is used, and why"))
     role = commands.add_parser("role")  # started by the coordinator; no help: it is not for hands
     role.add_argument("role")
     role.add_argument("--name", required=True)
@@ -278,4 +279,27 @@ def _clean(args: argparse.Namespace) -> int:
 
     removed = sweep(args.name, report)
     print(f"{removed} files removed")
+    return ExitCode.OK
+
+
+# ---------------------------------------------------------------- ops
+
+
+def _add_ops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.set_defaults(run=_ops)
+
+
+def _ops(args: argparse.Namespace) -> int:
+    from tokenpipe.cuda import choose
+
+    choice = choose()
+    if args.json:
+        print(json.dumps(dataclasses.asdict(choice)))
+        return ExitCode.OK
+    what = "tensors on a GPU and on the CPU" if choice.form == "cuda" else "tensors on the CPU"
+    print(f"output ops: {choice.form}, for {what}")
+    print(f"because:    {choice.why}")
+    for ordinal, name in enumerate(choice.devices):
+        print(f"device {ordinal}:   {name}")
     return ExitCode.OK

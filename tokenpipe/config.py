@@ -565,6 +565,11 @@ def fault_of(role: str, epoch: int) -> tuple[str, int, int] | None:
     return None
 
 
+def cuda_library() -> str:
+    """Returns the name of the CUDA driver's library; TOKENPIPE_CUDA_LIBRARY names another."""
+    return os.environ.get(_ENVIRONMENT + "CUDA_LIBRARY", "libcuda.so.1")
+
+
 def usable_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> float:
     """Returns the cores that this process may use: its affinity, cut by the cgroup's quota
     (B83)."""

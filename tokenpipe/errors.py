@@ -423,7 +423,19 @@ class WrongSourceError(TokenpipeError):
         self.name, self.source, self.how = name, source, how
 
 
-_native.set_errors(OpArgumentError, QueueError)
+class CudaError(TokenpipeError):
+    """A call of the CUDA driver failed, or cannot be made; `code` is the driver's, 0 without one.
+
+    Raised by the call that met it or by the next one. After a failure that left a step half done
+    every further call raises it: close the writer and attach another.
+    """
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(text)
+        self.call, self.code = call, code
+
+
+_native.set_errors(OpArgumentError, QueueError, CudaError)
 
 
 def in_words(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenpipe import _native
+from tokenpipe import _native, cuda
 from tokenpipe.commands import Control
+from tokenpipe.config import cuda_library
 from tokenpipe.errors import (
     OpArgumentError,
     PartyExistsError,
     PipelineGoneError,
+    SyncTimeoutError,
     WrongSourceError,
 )
 from tokenpipe.layout import SOURCE
@@ -26,6 +29,10 @@ from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segmen
 
 _WAIT_S = 0.2
 _LOOK_S = 0.005
+_DLPACK_CUDA = (2, 13)
+"""Device types of DLPack: memory of a GPU, and managed memory."""
+_CLOSE_S = 30.0
+_FOR_EVER_S = float("inf")
 _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
@@ -51,12 +58,25 @@ class EngineWriter:
     """Saves steps and hears of aborts and ends. One per pipeline; thread-safe.
 
     Saving blocks while the pipeline lives and its ring is full (counted as backpressure) and raises
-    PipelineGoneError when it is gone. Nothing else blocks. Of a pipeline with another source than
-    shm it hears of aborts and ends only: a save raises WrongSourceError.
+    PipelineGoneError when it is gone. Nothing else blocks, but for flush(). Of a pipeline with
+    another source than shm it hears of aborts and ends only: a save raises WrongSourceError.
+
+    Tensors may lie on a CUDA device: then `stream=` of the save is the stream in which they are
+    made (its handle as a number, or an object with `cuda_stream`; 0 is the default stream). The
+    save puts its work into that stream and returns; the step is published when the GPU has got
+    there. As with any work in a stream, their memory must stay theirs until then. What the GPU
+    finds wrong with their values makes the step empty and is raised by the next call, which then
+    has saved nothing itself, or by flush(). A save of tensors on the CPU waits for those before it.
+
+    A save while its stream is captured becomes part of the CUDA graph. Each replay is announced by
+    begin_step(..., replay=True), and no graph may be replayed after close().
     """
 
-    def __init__(self, segment: Segment, spin_us: float = 1.0) -> None:
+    def __init__(
+        self, segment: Segment, spin_us: float = 1.0, *, publish_by_stream: bool = False
+    ) -> None:
         self._segment = segment
+        self._publish_by_stream = publish_by_stream
         if not segment.lock(LOCK_WRITER):
             pid = int(np.frombuffer(segment.source_memory, SOURCE, 1)[0]["writer_pid"])
             segment.close()
@@ -68,8 +88,14 @@ class EngineWriter:
         _native.announce_writer(segment.source, os.getpid(), start_time(os.getpid()) or 0)
 
     @classmethod
-    def attach(cls, name: str, timeout_s: float = 10.0) -> EngineWriter:
+    def attach(
+        cls, name: str, timeout_s: float = 10.0, *, publish_by_stream: bool = False
+    ) -> EngineWriter:
         """Maps the source segment of pipeline `name`, waiting for it.
+
+        `publish_by_stream`, for tensors on a GPU: the GPU itself stores the word that publishes a
+        step, where else a thread of the driver does. It cannot wake a sleeping reader: use it with
+        a reader that polls (--spin-us longer than a step), or a step waits for its heartbeat.
 
         After a writer that died it also waits until what that one saved is decoded and its requests
         have been ended: they are not ours. Raises SegmentMissingError, LayoutMismatchError,
@@ -88,14 +114,24 @@ class EngineWriter:
                     ": it died, and its requests have not been ended yet",
                 )
             time.sleep(_LOOK_S)
-        return cls(segment)
+        return cls(segment, publish_by_stream=publish_by_stream)
 
-    def begin_step(self, generations: Sequence[int] | npt.NDArray[Any], rows: Any = None) -> Step:
+    def begin_step(
+        self,
+        generations: Sequence[int] | npt.NDArray[Any],
+        rows: Any = None,
+        *,
+        replay: bool = False,
+    ) -> Step:
         """Returns the stamp of a batch that the scheduler has just composed.
 
         `generations` [n]: of the Admission that runs in each batch row, 0 for a padded row. `rows`
         [n]: the pipeline's row of each, once; default 0 to n-1. A copy is kept: the step may be
         saved when the scheduler's book has moved on (DESIGN section 5). Raises OpArgumentError.
+
+        `replay`: the step is saved by a CUDA graph with a captured save of n rows or more, which
+        the caller launches next, once. Its place is taken now, so this blocks while the ring is
+        full, and raises as a save does.
         """
         self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
@@ -111,6 +147,10 @@ class EngineWriter:
             )
         if where is not None:
             _refuse_a_row_twice(where, stamp)
+        if replay:
+            with self._lock:
+                self._wait_for_space()
+                self._writer.begin_replay(stamp, where)
         self._writer.note(where, stamp, len(stamp))
         return Step(stamp, where)
 
@@ -124,6 +164,7 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves one token per row.
 
@@ -133,7 +174,7 @@ class EngineWriter:
         request, -1 unknown. Raises OpArgumentError (argument) with nothing saved,
         PipelineGoneError.
         """
-        self._save(step, generations, rows, tokens, states, positions, not_need_stop)
+        self._save(step, generations, rows, tokens, states, positions, not_need_stop, stream)
 
     def save_output_topk(
         self,
@@ -148,6 +189,7 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves one token per row with its candidates.
 
@@ -163,6 +205,7 @@ class EngineWriter:
             states,
             positions,
             not_need_stop,
+            stream,
             topk_ids=_tensor("topk_ids", topk_ids),
             logprobs=_tensor("logprobs", logprobs),
             ranks=_tensor("ranks", ranks),
@@ -179,6 +222,7 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves up to D tokens per row, the accepted ones.
 
@@ -194,6 +238,7 @@ class EngineWriter:
             states,
             positions,
             not_need_stop,
+            stream,
             accept_num=_tensor("accept_num", _given("accept_num", accept_num)),
         )
 
@@ -212,6 +257,7 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves up to D tokens per row with their candidates.
 
@@ -227,6 +273,7 @@ class EngineWriter:
             states,
             positions,
             not_need_stop,
+            stream,
             accept_num=_tensor("accept_num", _given("accept_num", accept_num)),
             topk_ids=_tensor("topk_ids", topk_ids),
             logprobs=_tensor("logprobs", logprobs),
@@ -283,6 +330,7 @@ class EngineWriter:
         generations: Any = None,
         rows: Any = None,
         states: Any = None,
+        stream: Any = None,
     ) -> None:
         """Saves a pooling vector per row, which ends its request.
 
@@ -295,8 +343,10 @@ class EngineWriter:
         generations, rows = _tensor("generations", generations), _tensor("rows", rows)
         states = _tensor("states", states)
         with self._lock:
-            self._wait_for_space()
-            self._writer.save(None, generations, rows, states, vectors=vectors)
+            self._make_ready_for(vectors)
+            self._writer.save(
+                None, generations, rows, states, vectors=vectors, stream=_handle_of(stream)
+            )
 
     def save_prompt_logprobs(
         self,
@@ -331,7 +381,7 @@ class EngineWriter:
         for at in range(0, len(tokens), most):
             part = slice(at, at + most)
             with self._lock:
-                self._wait_for_space()
+                self._make_ready_for(tokens)
                 self._writer.save(
                     tokens[part],
                     generations,
@@ -353,6 +403,7 @@ class EngineWriter:
         states: Any,
         positions: Any,
         not_need_stop: bool,
+        stream: Any,
         **more: Any,
     ) -> None:
         if step is not None:
@@ -363,12 +414,47 @@ class EngineWriter:
         generations, rows = _tensor("generations", generations), _tensor("rows", rows)
         states, positions = _tensor("states", states), _tensor("positions", positions)
         with self._lock:
-            self._wait_for_space()
+            self._make_ready_for(tokens)
             self._writer.save(
-                tokens, generations, rows, states, positions, not_need_stop=not_need_stop, **more
+                tokens,
+                generations,
+                rows,
+                states,
+                positions,
+                not_need_stop=not_need_stop,
+                stream=_handle_of(stream),
+                **more,
             )
-            if step is None:  # what begin_step() does
+            if step is None and _device_of(generations) is None:  # what begin_step() does
                 self._writer.note(rows, generations, len(generations))
+
+    def _make_ready_for(self, tensor: Any) -> None:
+        """What a save of this tensor needs before it begins. Under the lock."""
+        self._raise_if_closed()
+        device = _device_of(tensor)
+        if device is None:
+            self._settle(_FOR_EVER_S)  # steps are published in the order of their saves
+        elif self._writer.cuda_device < 0:
+            self._writer.open_cuda(
+                cuda.driver(cuda_library()), device, cuda.kernels(), self._publish_by_stream
+            )
+        self._wait_for_space()
+
+    def _settle(self, timeout_s: float) -> None:
+        begun = time.monotonic()
+        while not self._writer.wait_settled(min(_WAIT_S, timeout_s)):
+            if time.monotonic() - begun >= timeout_s:
+                raise SyncTimeoutError("the GPU", timeout_s, "it has steps that are not published")
+
+    def flush(self, timeout_s: float = 10.0) -> None:
+        """Waits until every step saved so far is published; on the CPU they are at once.
+
+        Raises what the GPU met in one of them (OpArgumentError, CudaError; again for the next),
+        SyncTimeoutError.
+        """
+        with self._lock:
+            self._raise_if_closed()
+            self._settle(timeout_s)
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
@@ -379,6 +465,7 @@ class EngineWriter:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
         while not self._writer.wait_for_space(_WAIT_S):
+            self._writer.wait_settled(0.0)  # raises when the GPU will not get there
             if self._writer.is_gone:
                 raise PipelineGoneError(self._segment.name, "it has stopped")
             if self._segment.is_locked(LOCK_COORDINATOR) or self._segment.has_roles():
@@ -423,13 +510,21 @@ class EngineWriter:
 
     def close(self) -> None:
         """Lets go of the segment; another writer may attach then. In a forked copy of the process
-        it does nothing: the writer is not the copy's."""
+        it does nothing: the writer is not the copy's.
+
+        With a GPU it first waits for the steps that are on their way, and raises what flush()
+        would, or CudaError when the GPU could not be let go of. It is closed all the same.
+        """
         if os.getpid() != self._pid:
             return
-        if not self._is_closed:
+        with self._lock, contextlib.ExitStack() as stack:
+            stack.callback(self._segment.close)
+            if self._is_closed:
+                return
             self._is_closed = True
-            _native.announce_writer(self._segment.source, 0, 0)
-        self._segment.close()
+            stack.callback(_native.announce_writer, self._segment.source, 0, 0)
+            stack.callback(self._writer.close_cuda)
+            self._settle(_CLOSE_S)
 
     def __enter__(self) -> EngineWriter:
         return self
@@ -495,7 +590,27 @@ def _tensor(name: str, value: Any) -> Any:
         return value
     from paddle.utils.dlpack import to_dlpack  # type: ignore[import-not-found, unused-ignore]
 
-    return _Capsule(to_dlpack(value))
+    on_gpu = value.place.is_gpu_place()
+    return _Capsule(to_dlpack(value), value.place.gpu_device_id() if on_gpu else None)
+
+
+def _device_of(tensor: Any) -> int | None:
+    """The CUDA device that a tensor lies on; None on the CPU."""
+    if isinstance(tensor, np.ndarray) or not hasattr(tensor, "__dlpack_device__"):
+        return None
+    kind, ordinal = tensor.__dlpack_device__()
+    return int(ordinal) if int(kind) in _DLPACK_CUDA else None
+
+
+def _handle_of(stream: Any) -> int | None:
+    if stream is None or isinstance(stream, int):
+        return stream
+    for name in ("cuda_stream", "ptr"):  # of PyTorch and Paddle; of CuPy
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    raise OpArgumentError(
+        "stream", f"stream is a {type(stream).__name__}, must be a stream's handle or have one"
+    )
 
 
 def _of_list(name: str, value: Any) -> npt.NDArray[Any]:
@@ -540,8 +655,11 @@ def _shown(array: npt.NDArray[Any]) -> str:
 
 
 class _Capsule:
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
+    def __init__(self, capsule: Any, device: int | None) -> None:
+        self._capsule, self._device = capsule, device
 
-    def __dlpack__(self) -> Any:
+    def __dlpack__(self, **_: Any) -> Any:
         return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0) if self._device is None else (_DLPACK_CUDA[0], self._device)
