@@ -2,20 +2,29 @@
 operators into the package (they are compiled where Paddle is: tokenpipe/ops/build.py). The rest of
 the package is in pyproject.toml.
 
-Switches of the build, from the environment: TOKENPIPE_DEBUG=1 (-O0 -g) and
-TOKENPIPE_SANITIZE=address|thread, whose extension loads only under LD_PRELOAD of that runtime.
+Where nvcc is on the PATH, the kernels are compiled too, into tokenpipe/_kernels.fatbin; the module
+loads them through the driver, so it is the same module with and without.
+
+Switches of the build, from the environment: TOKENPIPE_DEBUG=1 (-O0 -g);
+TOKENPIPE_SANITIZE=address|thread, whose extension loads only under LD_PRELOAD of that runtime;
+TOKENPIPE_CUDA=0 (no kernels) and TOKENPIPE_CUDA_ARCHITECTURES="80 90" (for these GPUs, and as PTX
+for all that are newer than the first).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from glob import glob
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+
+COMMON_ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 
 compile_args = ["-O3", "-Wall", "-Wextra"]
 link_args: list[str] = []
@@ -45,18 +54,51 @@ class BuildPy(build_py):
                 shutil.copy(path, folder)
 
 
+class BuildExt(build_ext):
+    """Builds the module, and the kernels where there is an nvcc."""
+
+    def run(self) -> None:
+        super().run()
+        folder = os.path.dirname(self.get_ext_fullpath("tokenpipe._native"))
+        kernels = os.path.join(folder, "_kernels.fatbin")
+        nvcc = shutil.which("nvcc")
+        if nvcc is None or os.environ.get("TOKENPIPE_CUDA") == "0":
+            if os.path.exists(kernels):  # of an earlier build: it may be of another layout
+                os.remove(kernels)
+            print("no kernels for GPUs: " + ("TOKENPIPE_CUDA=0" if nvcc else "no nvcc"))
+            return
+        targets = architectures(nvcc)
+        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
+        codes.append(f"-gencode=arch=compute_{targets[0]},code=compute_{targets[0]}")
+        flags = ["-std=c++20", "-Icuda_ops", "-fatbin", "--threads=0"]
+        command = [nvcc, *flags, *codes, "cuda_ops/pack.cu", "-o", kernels]
+        print(" ".join(command))
+        if subprocess.call(command):
+            raise SystemExit("nvcc failed; TOKENPIPE_CUDA=0 builds without kernels for GPUs")
+
+
+def architectures(nvcc: str) -> list[str]:
+    """Returns those to compile for, the oldest first."""
+    given = os.environ.get("TOKENPIPE_CUDA_ARCHITECTURES", "").split()
+    if given:
+        return sorted(given, key=int)
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    return [a for a in COMMON_ARCHITECTURES if f"compute_{a}" in known.stdout.split()]
+
+
 setup(
-    cmdclass={"build_py": BuildPy},
+    cmdclass={"build_py": BuildPy, "build_ext": BuildExt},
     ext_modules=[
         Pybind11Extension(  # adds -fvisibility=hidden
             "tokenpipe._native",
             ["cuda_ops/module.cpp"],
-            depends=headers,
+            depends=headers + sorted(glob("cuda_ops/*.cu")),
             cxx_std=20,
             # Python's own flags carry -DNDEBUG; a broken promise of ours must stop the process.
             undef_macros=["NDEBUG"],
             extra_compile_args=compile_args,
             extra_link_args=link_args,
+            libraries=["dl"],
         ),
         Extension(  # no module of Python's: a library with a C face
             "tokenpipe._ops",
