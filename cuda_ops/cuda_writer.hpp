@@ -5,6 +5,9 @@
 //   caller's stream   ... model ... | pack | event | ... next step ...
 //   our stream                             | wait for the event | copy to the slot | publish
 //
+// Of a pipeline with the source cuda-ipc the step is not copied: its body stays in the ring on the
+// device, which is exported, and only its head goes to the slot. The reader fetches the body.
+//
 // A save inside a stream capture becomes part of the graph. There the pack kernel fills the slot
 // itself, through mapped memory, since a copy's address is fixed when it is captured;
 // begin_replay() takes the slot and writes the ticket before each replay.
@@ -33,8 +36,10 @@ public:
   CudaWriter(const Driver &driver, Writer &writer, const SourceMap &source, int ordinal,
              const std::string &image, CudaPublish publish)
       : driver_(driver), writer_(writer), source_(source), publish_(publish), ordinal_(ordinal),
-        columns_(source.sizes.max_num_seqs), next_to_publish_(writer.published()),
-        checked_(writer.published()), device_(driver, ordinal) {
+        is_exported_(source.head().kind == TP_SOURCE_CUDA_IPC),
+        epoch_(get(source.head().writer_epoch)), columns_(source.sizes.max_num_seqs),
+        next_to_publish_(writer.published()), checked_(writer.published()),
+        device_(driver, ordinal) {
     const tp_sizes &sizes = source.sizes;
     const auto current = device_.current();
     pack_ = device_.load(image, "tp_pack");
@@ -46,8 +51,10 @@ public:
     staging_ = device_.allocate(staging_bytes_ + sizeof(PackState));
     copies_ = device_.make_stream();
     for (uint32_t i = 0; i < sizes.source_slots; ++i)
-      packed_.push_back(device_.make_event());
+      packed_.push_back(device_.make_event(is_exported_ ? CUDA_EVENT_INTERPROCESS : 0));
     put_state();
+    if (is_exported_)
+      export_ring();
   }
   ~CudaWriter() {
     if (!is_closed_)
@@ -73,7 +80,7 @@ public:
     const uint64_t sequence = writer_.published();
     PackTicket &mine = ticket(sequence);
     fill_ticket(mine, a, on_host, shape.n);
-    mine.destination = staged(sequence);
+    aim(mine, sequence, staged(sequence));
     if (last_stream_ && *last_stream_ != stream) // packed one after another, whatever the streams
       driver_.check("cuStreamWaitEvent", driver_.cuStreamWaitEvent(stream, event(sequence - 1), 0));
     launch(args, stream);
@@ -82,10 +89,12 @@ public:
     breaking([&] {
       driver_.check("cuEventRecord", driver_.cuEventRecord(event(sequence), stream));
       driver_.check("cuStreamWaitEvent", driver_.cuStreamWaitEvent(copies_, event(sequence), 0));
-      const StepColumns most(shape.n, shape.n * shape.depth, shape.width, args.flags);
-      driver_.check("cuMemcpyDtoHAsync",
-                    driver_.cuMemcpyDtoHAsync_v2(&source_.slot(sequence), staged(sequence),
-                                                 most.end, copies_));
+      if (!is_exported_) {
+        const StepColumns most(shape.n, shape.n * shape.depth, shape.width, args.flags);
+        driver_.check("cuMemcpyDtoHAsync",
+                      driver_.cuMemcpyDtoHAsync_v2(&source_.slot(sequence), staged(sequence),
+                                                   most.end, copies_));
+      }
       publish(copies_, sequence);
     });
     beat();
@@ -100,7 +109,7 @@ public:
     const uint64_t sequence = writer_.published();
     PackTicket &mine = ticket(sequence);
     fill_ticket(mine, a, UINT32_MAX, n);
-    mine.destination = segment_ + offset_of(sequence);
+    aim(mine, sequence, is_exported_ ? staged(sequence) : segment_ + offset_of(sequence));
     mine.is_replay = 1;
     writer_.claim();
     last_stream_.reset(); // the caller knows where it replays; it orders its streams itself
@@ -127,12 +136,26 @@ public:
     breaking([&] { put_state(); });
   }
 
+  // Takes the exported ring back; true once no reader has it open. The steps in it are copied then.
+  [[nodiscard]] bool withdraw() noexcept {
+    if (!is_exported_ || is_closed_)
+      return true;
+    tp_source &head = source_.head();
+    if (observe(head.released) != writer_.published())
+      return false;
+    publish_epoch(0);
+    ring_bell(head.reader_bell);
+    return observe(source_.exported().attached) != epoch_;
+  }
+
   // Lets the GPU finish and releases all that was taken of it. Throws CudaError when that failed;
   // everything else is released all the same.
   void close() {
     if (is_closed_)
       return;
     is_closed_ = true;
+    if (is_exported_)
+      publish_epoch(0);
     const int drained = drain(), released = device_.release();
     driver_.check("cuCtxSynchronize", drained);
     driver_.check("the release of the device", released);
@@ -166,6 +189,38 @@ private:
       broken_.emplace(e);
       throw;
     }
+  }
+
+  // Where the kernel puts the step.
+  void aim(PackTicket &ticket, uint64_t sequence, CudaPointer destination) const noexcept {
+    ticket.destination = destination;
+    ticket.head_copy = is_exported_ ? segment_ + offset_of(sequence) : 0;
+    ticket.device_epoch = is_exported_ ? epoch_ : 0;
+  }
+
+  void export_ring() {
+    tp_export &to = source_.exported();
+    const auto handle_to = [](uint8_t *at, const CudaIpcHandle &handle) {
+      std::memcpy(at, handle.bytes, sizeof(handle.bytes));
+    };
+    CudaIpcHandle handle{};
+    driver_.check("cuIpcGetMemHandle", driver_.cuIpcGetMemHandle(&handle, staging_));
+    handle_to(to.memory, handle);
+    for (size_t i = 0; i < packed_.size(); ++i) {
+      driver_.check("cuIpcGetEventHandle", driver_.cuIpcGetEventHandle(&handle, packed_[i]));
+      handle_to(source_.exported_event(i), handle);
+    }
+    const CudaUuid uuid = device_.uuid();
+    std::memcpy(to.device_uuid, uuid.bytes, sizeof(uuid.bytes));
+    to.ring_bytes = staging_bytes_;
+    to.slot_bytes = source_.slot_size;
+    to.num_slots = source_.sizes.source_slots;
+    to.layout_version = TP_LAYOUT_VERSION;
+    publish_epoch(epoch_);
+  }
+  void publish_epoch(uint32_t epoch) const noexcept {
+    // SYNC POINT: exported ring - release: handles and sizes are written before
+    tp::publish(source_.exported().epoch, uint64_t{epoch});
   }
 
   void put_state() {
@@ -234,7 +289,6 @@ private:
     }
     to.sequence = writer_.published();
     to.saved_ns = now_ns();
-    to.head_copy = 0;
     to.num_rows = static_cast<uint32_t>(n);
     to.columns = given;
     to.is_replay = 0;
@@ -367,6 +421,8 @@ private:
   const SourceMap &source_;
   const CudaPublish publish_;
   const int ordinal_;
+  const bool is_exported_;
+  const uint32_t epoch_; // whose ring it is, while it is exported
   const TicketColumns columns_;
   uint64_t next_to_publish_; // the host function's, but for note_host_save() while none is due
   uint64_t checked_;         // steps below it are reported

@@ -258,7 +258,7 @@ private:
     row.from_barrier = a.from_barrier;
     row.arrival_ns = a.arrival_ns;
     // Without generations an end that the wire does not show would let its tokens run on.
-    row.max_tokens = options_.source == TP_SOURCE_SHM ? a.max_tokens : 0;
+    row.max_tokens = has_writer(options_.source) ? a.max_tokens : 0;
     row.num_emitted = a.num_emitted;
     row.prompt_tokens = a.prompt_tokens;
     row.num_eos = std::min(a.num_eos, core_.sizes.max_eos_ids);

@@ -32,6 +32,8 @@
  *                | tp_source          |  sizes, cursors, bells of writer and reader; the queue
  *   control      +--------------------+
  *                | uint64 x rows      |  what the scheduler must act on
+ *   exported     +--------------------+
+ *                | tp_export, handles |  the engine's ring in a GPU's memory, of such a source
  *   slots        +--------------------+
  *                | tp_step + columns  |
  *                +--------------------+
@@ -53,13 +55,14 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 8,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 9,    /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
   TP_MAX_DRAFT_TOKENS = 16, /* tokens a row may emit in a step; statistics have room for so many */
   TP_MAX_DECODERS = 16,     /* released cursors of the client have room for so many */
   TP_CONFIG_BYTES = 3072,   /* the configuration as JSON text, in the header */
+  TP_IPC_HANDLE_BYTES = 64, /* of CUDA's handles for other processes */
   TP_REASON_BYTES = 256,    /* why the state is what it is, in words */
 };
 
@@ -125,14 +128,16 @@ enum {
   TP_BAD_FLAGS = 5,    /* unknown mode or flag */
   TP_BAD_SEQUENCE = 6, /* its number is not the one that is due: the cursor has passed old bytes */
   TP_BAD_MESSAGE = 7,  /* not a message of this source, or one that contradicts itself */
-  TP_BAD_REASONS = 8,  /* how many reasons there are */
+  TP_BAD_LOST = 8,     /* its body lay on a GPU, and went with the engine */
+  TP_BAD_REASONS = 9,  /* how many reasons there are */
 };
 
 /* Where the engine's steps come from: tp_options.source and tp_source.kind. */
 enum {
-  TP_SOURCE_SHM = 0,  /* the engine's writer fills steps of the source segment */
-  TP_SOURCE_SYSV = 1, /* a System V queue that FastDeploy's ops write */
-  TP_SOURCE_ZMQ = 2,  /* a socket that FastDeploy's worker sends to */
+  TP_SOURCE_SHM = 0,      /* the engine's writer fills steps of the source segment */
+  TP_SOURCE_SYSV = 1,     /* a System V queue that FastDeploy's ops write */
+  TP_SOURCE_ZMQ = 2,      /* a socket that FastDeploy's worker sends to */
+  TP_SOURCE_CUDA_IPC = 3, /* as shm, but bodies may lie in a ring on the engine's GPU */
 };
 
 /* tp_options.role */
@@ -300,6 +305,7 @@ typedef struct {
   uint64_t bad_flags;
   uint64_t bad_sequence;
   uint64_t bad_message;
+  uint64_t bad_lost;
   uint64_t completions;     /* requests that ended with a result; not those of a prefill instance */
   uint64_t draft_rows_seen; /* rows of draft steps: what they hold are not tokens */
   uint64_t draft_rows_delivered;
@@ -308,7 +314,7 @@ typedef struct {
   uint64_t spec_rows;    /* rows of speculative steps that emitted */
   uint64_t
       spec_heads[TP_MAX_DRAFT_TOKENS]; /* tokens emitted per head; head 0 is the target's own */
-  uint64_t pad_[3];
+  uint64_t pad_[2];
 } tp_counters;
 TP_ASSERT_SIZE(tp_counters, 55 * 8);
 
@@ -474,9 +480,9 @@ typedef struct {
   uint32_t flags;        /* TP_STEP_* */
   uint32_t message_flag; /* 3 target, 4 draft */
   uint32_t body_bytes;
-  uint32_t bad; /* reader: TP_BAD_*; no row of the step has a token then */
-  uint32_t pad0_;
-  uint64_t barrier; /* reader of a queue: the last barrier that it met before this step */
+  uint32_t bad;          /* reader: TP_BAD_*; no row of the step has a token then */
+  uint32_t device_epoch; /* writer: the body lies in the ring that this tp_export.epoch exports */
+  uint64_t barrier;      /* reader of a queue: the last barrier that it met before this step */
   uint8_t pad_[TP_LINE_BYTES - 80];
 } tp_step;
 TP_ASSERT_SIZE(tp_step, TP_LINE_BYTES);
@@ -539,6 +545,21 @@ typedef struct {
   uint8_t pad_[TP_LINE_BYTES - 60];
 } tp_queue;
 TP_ASSERT_SIZE(tp_queue, TP_LINE_BYTES);
+
+/* The writer's ring of slots in a GPU's memory, for a reader of cuda-ipc. The handles of the events
+ * that say "packed" follow, TP_IPC_HANDLE_BYTES each, one a slot. */
+typedef struct {
+  uint64_t epoch;      /* writer, stored last: its tp_source.writer_epoch; 0: nothing is exported */
+  uint64_t attached;   /* reader: epoch of the ring that it has open; 0: none */
+  uint64_t ring_bytes; /* writer, as all below */
+  uint64_t slot_bytes;
+  uint32_t num_slots;
+  uint32_t layout_version;
+  uint8_t device_uuid[16];
+  uint8_t memory[TP_IPC_HANDLE_BYTES];
+  uint8_t pad_[8];
+} tp_export;
+TP_ASSERT_SIZE(tp_export, TP_LINE_BYTES);
 
 typedef struct {
   uint64_t magic;

@@ -13,6 +13,7 @@
 
 #include "book.hpp"
 #include "client.hpp"
+#include "cuda_reader.hpp"
 #include "cuda_writer.hpp"
 #include "decoder.hpp"
 #include "output_ops.hpp"
@@ -431,6 +432,33 @@ private:
   uint64_t spin_ns_;
 };
 
+// The reader's end of the source segment and of a ring on the engine's GPU.
+class PyCudaSourceReader {
+public:
+  PyCudaSourceReader(const MappedSource &source, const MappedCore &core, const tp::Driver &driver,
+                     int source_fd, double spin_s)
+      : reader_(source.map(), core.core()), cuda_(driver, source.map(), core.core(), source_fd),
+        spin_ns_(as_ns(spin_s)) {}
+
+  bool get_output(PyProducer &producer, double timeout_s) {
+    if (producer.slot == nullptr)
+      throw py::value_error("get_output() without a claimed slot");
+    const GilReleased released;
+    cuda_.look();
+    const bool has_step = reader_.wait_for_step({spin_ns_, as_ns(timeout_s)});
+    if (has_step)
+      cuda_.get(reader_, *producer.slot);
+    return has_step;
+  }
+  void release() { reader_.release(); }
+  [[nodiscard]] uint64_t next() const noexcept { return reader_.next(); }
+
+private:
+  tp::SourceReader reader_;
+  tp::CudaReader cuda_;
+  uint64_t spin_ns_;
+};
+
 // The reader's end of a System V queue.
 class PySysvReader {
 public:
@@ -615,6 +643,7 @@ public:
     }
     return false;
   }
+  [[nodiscard]] bool withdraw_cuda() noexcept { return !cuda_ || cuda_->withdraw(); }
   void close_cuda() {
     if (!cuda_)
       return;
@@ -997,7 +1026,7 @@ private:
 // Tokens saved by the engine so far: the total that the last published step carries.
 [[nodiscard]] uint64_t saved_tokens(const MappedSource &mapped) {
   const tp::SourceMap &map = mapped.map();
-  if (map.head().kind != TP_SOURCE_SHM)
+  if (!tp::has_writer(map.head().kind))
     return tp::get(map.head().queue.saved_tokens);
   const uint64_t published = tp::observe(map.head().published);
   return published == 0 ? 0 : map.slot(published - 1).saved_tokens;
@@ -1101,8 +1130,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
       dropped_bad_row, dropped_chunk, dropped_adapter, dropped_prefill, dropped_shielded,
       dropped_warm_up, finals_stop, finals_length, finals_abort, finals_recovery, finals_error,
       finals_shutdown, acknowledgements, bad_rows, bad_width, bad_tokens, bad_bytes, bad_flags,
-      bad_sequence, bad_message, completions, draft_rows_seen, draft_rows_delivered, prompt_rows,
-      poison_slots, spec_rows, spec_heads, pad_);
+      bad_sequence, bad_message, bad_lost, completions, draft_rows_seen, draft_rows_delivered,
+      prompt_rows, poison_slots, spec_rows, spec_heads, pad_);
   PYBIND11_NUMPY_DTYPE(tp_commit, slots_done, frames, next_source_sequence, pad_, counters);
   PYBIND11_NUMPY_DTYPE(tp_histogram, count, sum, pad_);
   PYBIND11_NUMPY_DTYPE(tp_decoder, turn, attempt, attempt_deaths, pad_, commit, saved_to_published,
@@ -1127,8 +1156,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        id_bytes, status, reply_row, reply_generation, reply_first_block,
                        reply_value, preprocess_end_ns, inference_start_ns, num_chunks, flags);
   PYBIND11_NUMPY_DTYPE(tp_step, sequence, source_sequence, saved_ns, published_ns, saved_tokens,
-                       num_rows, num_tokens, width, flags, message_flag, body_bytes, bad, pad0_,
-                       barrier, pad_);
+                       num_rows, num_tokens, width, flags, message_flag, body_bytes, bad,
+                       device_epoch, barrier, pad_);
   PYBIND11_NUMPY_DTYPE(tp_frame, number, sequence, source_sequence, saved_ns, published_ns,
                        committed_ns, decoder, num_rows, num_tokens, width, num_finals, message_flag,
                        has_slot, flags, bytes, num_drafts, num_firsts, pad_);
@@ -1136,6 +1165,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        first_token_ns, last_token_ns, spec_steps, pad_, heads);
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
                        leftovers, key, id, is_created, pad_);
+  PYBIND11_NUMPY_DTYPE(tp_export, epoch, attached, ring_bytes, slot_bytes, num_slots,
+                       layout_version, device_uuid, memory, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
                        owner_pid, owner_namespace, boot_id, gone, kind, owned, pad0_, published,
                        pad1_, released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
@@ -1151,7 +1182,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
       "PROGRESS"_a = py::dtype::of<tp_progress>(), "BLOCK"_a = py::dtype::of<tp_block>(),
       "COMMAND"_a = py::dtype::of<tp_command>(), "STEP"_a = py::dtype::of<tp_step>(),
       "FRAME"_a = py::dtype::of<tp_frame>(), "FINAL"_a = py::dtype::of<tp_final>(),
-      "QUEUE"_a = py::dtype::of<tp_queue>(), "SOURCE"_a = py::dtype::of<tp_source>());
+      "QUEUE"_a = py::dtype::of<tp_queue>(), "EXPORT"_a = py::dtype::of<tp_export>(),
+      "SOURCE"_a = py::dtype::of<tp_source>());
 }
 
 // Offsets of the parts of both segments and the sizes that follow from the configured ones.
@@ -1167,7 +1199,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                   "marks"_a = core.marks, "admissions"_a = core.admissions, "ids"_a = core.ids,
                   "eos"_a = core.eos, "progress"_a = core.progress, "blocks"_a = core.blocks,
                   "commands"_a = core.commands, "slots"_a = core.slots, "frames"_a = core.frames,
-                  "control"_a = source.control, "source_steps"_a = source.slots);
+                  "control"_a = source.control, "exported"_a = source.exported,
+                  "source_steps"_a = source.slots);
 }
 
 // Offsets of a frame's columns from its head.
@@ -1407,6 +1440,14 @@ PYBIND11_MODULE(_native, m) {
   m.def("set_queue", &set_queue, "source"_a, "key"_a, "id"_a, "is_created"_a, "leftovers"_a);
   m.def("remove_queue", &remove_queue, "source"_a);
 
+  py::class_<PyCudaSourceReader>(m, "CudaSourceReader")
+      .def(py::init<const MappedSource &, const MappedCore &, const tp::Driver &, int, double>(),
+           "source"_a, "core"_a, "driver"_a, "source_fd"_a, "spin_s"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def("get_output", &PyCudaSourceReader::get_output, "producer"_a, "timeout_s"_a)
+      .def("release", &PyCudaSourceReader::release)
+      .def_property_readonly("next", &PyCudaSourceReader::next);
+
   py::class_<PyWriter>(m, "Writer")
       .def(py::init<const MappedSource &, double>(), "source"_a, "spin_s"_a, py::keep_alive<1, 2>())
       .def("wait_for_space", &PyWriter::wait_for_space, "timeout_s"_a)
@@ -1419,6 +1460,7 @@ PYBIND11_MODULE(_native, m) {
            "publish_by_stream"_a, py::keep_alive<1, 2>())
       .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a)
       .def("wait_settled", &PyWriter::wait_settled, "timeout_s"_a)
+      .def("withdraw_cuda", &PyWriter::withdraw_cuda)
       .def("close_cuda", &PyWriter::close_cuda)
       .def_property_readonly("cuda_device", &PyWriter::cuda_device)
       .def("note", &PyWriter::note, "rows"_a, "generations"_a, "count"_a)

@@ -87,6 +87,7 @@ public:
     step.message_flag = a.message_flag;
     step.body_bytes = static_cast<uint32_t>(at.end - sizeof(tp_step));
     step.bad = TP_BAD_NONE;
+    step.device_epoch = 0;
     if (a.message_flag == TP_MESSAGE_TARGET && !(flags & (TP_STEP_POOLING | TP_STEP_PROMPT)))
       saved_tokens_ += count_tokens(step, at, flags);
     step.saved_tokens = saved_tokens_;
@@ -508,6 +509,14 @@ public:
   // Copies the oldest step into `slot`, whatever its mode. Call only after wait_for_step(). A step
   // that fails the checks becomes an empty slot that says why, so that it is counted, not lost.
   void get_any(tp_step &slot) noexcept {
+    get_with(slot, [&](void *to, uint64_t bytes) noexcept {
+      std::memcpy(to, column<uint8_t>(source_.slot(next_), sizeof(tp_step)), bytes);
+      return source_.slot(next_).device_epoch == 0;
+    });
+  }
+
+  // The same, with copy(to, bytes) to bring the body; false: it is lost.
+  template <class Copy> void get_with(tp_step &slot, Copy &&copy) {
     const tp_step head = source_.slot(next_);
     end_copy();
     const bool speculative = head.flags & TP_STEP_ACCEPT, candidates = head.width != 0;
@@ -517,7 +526,7 @@ public:
                          : speculative                 ? check_speculate(head)
                          : candidates                  ? check_topk(head)
                                                        : check_plain(head);
-    take(head, slot, bad == TP_BAD_NONE ? check_body(head) : bad);
+    take(head, slot, bad == TP_BAD_NONE ? check_body(head) : bad, copy);
     slot.source_sequence = next_;
     slot.barrier = 0;
     fault::point("reader.filled");
@@ -589,11 +598,11 @@ private:
     return TP_BAD_NONE;
   }
 
-  void take(const tp_step &head, tp_step &slot, uint32_t bad) noexcept {
-    const uint32_t body = bad == TP_BAD_NONE ? head.body_bytes : 0;
+  template <class Copy> void take(const tp_step &head, tp_step &slot, uint32_t bad, Copy &&copy) {
     slot = head;
-    std::memcpy(column<uint8_t>(slot, sizeof(tp_step)),
-                column<uint8_t>(source_.slot(next_), sizeof(tp_step)), body);
+    slot.device_epoch = 0;
+    if (bad == TP_BAD_NONE && !copy(column<uint8_t>(slot, sizeof(tp_step)), head.body_bytes))
+      bad = TP_BAD_LOST;
     if (bad != TP_BAD_NONE)
       slot.num_rows = slot.num_tokens = slot.width = slot.flags = slot.body_bytes = 0;
     slot.bad = bad;

@@ -304,6 +304,7 @@ public:
     head.message_flag = a_.message_flag;
     head.body_bytes = static_cast<uint32_t>(s_.at.end - sizeof(tp_step));
     head.bad = TP_BAD_NONE;
+    head.device_epoch = is_good ? s_.device_epoch : 0; // an empty body lies nowhere
     *s_.step = head;
     if (s_.head_copy != 0)
       *reinterpret_cast<tp_step *>(s_.head_copy) = head;

@@ -17,6 +17,11 @@
 
 namespace tp {
 
+// Whether the engine saves through our writer, whose steps have generations and sequence numbers.
+[[nodiscard]] constexpr bool has_writer(uint32_t source) noexcept {
+  return source == TP_SOURCE_SHM || source == TP_SOURCE_CUDA_IPC;
+}
+
 [[nodiscard]] TP_BOTH constexpr uint64_t align_up(uint64_t bytes, uint64_t to) noexcept {
   return (bytes + to - 1) / to * to;
 }
@@ -153,11 +158,13 @@ struct CorePlan {
 
 // Parts of the source segment.
 struct SourcePlan {
-  uint64_t control, slots, end;
+  uint64_t control, exported, slots, end;
 
   explicit SourcePlan(const tp_sizes &s) noexcept {
     Cursor at(sizeof(tp_source));
     control = at.take(8 * uint64_t{s.max_num_seqs}, TP_LINE_BYTES);
+    exported =
+        at.take(sizeof(tp_export) + uint64_t{TP_IPC_HANDLE_BYTES} * s.source_slots, TP_LINE_BYTES);
     slots = at.take(slot_bytes(s) * s.source_slots, TP_PAGE_BYTES);
     end = at.end(TP_PAGE_BYTES);
   }
@@ -246,6 +253,13 @@ public:
         slot_size(slot_bytes(sizes)) {}
 
   [[nodiscard]] tp_source &head() const noexcept { return *reinterpret_cast<tp_source *>(base_); }
+  [[nodiscard]] tp_export &exported() const noexcept {
+    return *reinterpret_cast<tp_export *>(base_ + plan.exported);
+  }
+  // The handle of the event of slot i.
+  [[nodiscard]] uint8_t *exported_event(uint64_t i) const noexcept {
+    return base_ + plan.exported + sizeof(tp_export) + i * TP_IPC_HANDLE_BYTES;
+  }
   [[nodiscard]] uint64_t &control(uint64_t row) const noexcept {
     return reinterpret_cast<uint64_t *>(base_ + plan.control)[row];
   }

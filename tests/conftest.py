@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeCuda
 
 from support import MARK_NAME, enter_own_ipc_namespace, leaves_nothing
+from tokenpipe import cuda
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +57,22 @@ def queue_limits(_own_ipc_namespace: str) -> Iterator[Callable[[int, int], None]
 def unique_name() -> str:
     """A name for a pipeline that no other test or run has."""
     return "t" + secrets.token_hex(8)
+
+
+@pytest.fixture(scope="session")
+def built_fake(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    return FakeCuda.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture
+def fake(
+    built_fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[FakeCuda]:
+    image = tmp_path / "kernels"
+    image.write_bytes(b"the fake driver looks at no kernel")
+    monkeypatch.setenv("TOKENPIPE_CUDA_LIBRARY", built_fake.library)
+    monkeypatch.setattr(cuda, "KERNELS", image)
+    built_fake.reset()
+    yield built_fake
+    built_fake.reset()
+    assert built_fake.held_things == 0, "something of the device was not released"

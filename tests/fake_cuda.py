@@ -105,6 +105,7 @@ class FakeCuda:
         self.set_order(0)
         self.set_devices(1)
         self.set_uuid(b"fake device 000")
+        self.take_log()
         OnCuda.kept.clear()
 
 

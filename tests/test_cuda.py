@@ -40,25 +40,6 @@ INT_DTYPES = (np.int32, np.int64, np.uint32, np.uint64)
 STRIDES = ("contiguous", "every second", "backwards", "transposed", "inside")
 
 
-@pytest.fixture(scope="session")
-def built_fake(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda.build(tmp_path_factory.mktemp("fake_cuda"))
-
-
-@pytest.fixture
-def fake(
-    built_fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[FakeCuda]:
-    image = tmp_path / "kernels"
-    image.write_bytes(b"the fake driver looks at no kernel")
-    monkeypatch.setenv("TOKENPIPE_CUDA_LIBRARY", built_fake.library)
-    monkeypatch.setattr(cuda, "KERNELS", image)
-    built_fake.reset()
-    yield built_fake
-    built_fake.reset()
-    assert built_fake.held_things == 0, "something of the device was not released"
-
-
 @pytest.fixture
 def segment(unique_name: str) -> Iterator[Segment]:
     config = PipelineConfig(

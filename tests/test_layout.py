@@ -39,6 +39,7 @@ DIGESTS = {
     6: "a7a5e027a406278adf1ee9d2dac90034a14a3283fa4b57e8bedee54288144f27",
     7: "6c4255b484f6af5140144b1b0ac048e39f47d96529c48d203cb27476bc66cda0",
     8: "4b888134f53cb755c76d375d4f98907a735343df008ca7c24929ed331a5ed275",
+    9: "fe82263f5f600434b328beebaafdab8f5e84e784794d548f2257cdc03c67e316",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -197,6 +198,7 @@ def parts_of(sizes: dict[str, int], plan: dict[str, int]) -> dict[str, list[tupl
     ]
     source = [
         ("control", 8 * rows, LINE),
+        ("exported", of["EXPORT"] + 64 * sizes["source_slots"], LINE),
         ("source_steps", plan["slot_bytes"] * sizes["source_slots"], PAGE),
     ]
     return {"core": core, "source": source}

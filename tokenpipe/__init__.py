@@ -12,7 +12,7 @@ from typing import Any
 _HOME = {
     "commands": "FinishReason",
     "config": "PipelineConfig",
-    "errors": "ChildBootError ChildError ConfigError DeliveryModeError DrainingError "
+    "errors": "ChildBootError ChildError ConfigError CudaError DeliveryModeError DrainingError "
     "DuplicateRequestError ExitCode InvalidRequestError LayoutMismatchError LimitError "
     "NoFreeBlocksError NoFreeRowError NotAcknowledgedError NotEnoughBlocksError "
     "OpArgumentError PartyExistsError PipelineGoneError PipelineStartError PortInUseError "

@@ -5,6 +5,7 @@ from tokenpipe.config import PipelineConfig as PipelineConfig
 from tokenpipe.errors import ChildBootError as ChildBootError
 from tokenpipe.errors import ChildError as ChildError
 from tokenpipe.errors import ConfigError as ConfigError
+from tokenpipe.errors import CudaError as CudaError
 from tokenpipe.errors import DeliveryModeError as DeliveryModeError
 from tokenpipe.errors import DrainingError as DrainingError
 from tokenpipe.errors import DuplicateRequestError as DuplicateRequestError

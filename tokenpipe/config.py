@@ -31,7 +31,7 @@ NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 _ENVIRONMENT = "TOKENPIPE_"
-SOURCES = ("shm", "sysv", "zmq")
+SOURCES = ("shm", "sysv", "zmq", "cuda-ipc")
 """In the order of TP_SOURCE_*."""
 SYSV_OPS = {
     "get_output": 0,
@@ -99,8 +99,8 @@ class PipelineConfig:
     source: str = _setting(
         "shm",
         "source",
-        "where steps come from: shm (the engine's writer), sysv (FastDeploy's System V queue) or "
-        "zmq (its socket, with FD_USE_GET_SAVE_OUTPUT_V1=1)",
+        "where steps come from: shm (the engine's writer), cuda-ipc (also fetched from its GPU), "
+        "sysv (FastDeploy's System V queue) or zmq (its socket, with FD_USE_GET_SAVE_OUTPUT_V1=1)",
         choices=SOURCES,
     )
     sysv_op: str = _setting(
@@ -344,7 +344,7 @@ class PipelineConfig:
             is_foreign = owner in SOURCES and owner != self.source
             if "_" in f.name and is_foreign and getattr(self, f.name) != f.default:
                 raise ConfigError(f.name, getattr(self, f.name), f"needs --source {owner}")
-        if self.source == "shm" and self.quarantine_s != _default("quarantine_s"):
+        if self.has_writer and self.quarantine_s != _default("quarantine_s"):
             raise ConfigError("quarantine_s", self.quarantine_s, "needs --source sysv or zmq")
         if self.source == "sysv":
             self._check_sysv()
@@ -400,7 +400,7 @@ class PipelineConfig:
         )
         sizes = {name: getattr(self, name) for name in names.split()}
         sizes["raw_bytes"] = 0
-        if self.source != "shm":  # nobody writes into the source's own ring
+        if not self.has_writer:  # nobody writes into the source's own ring
             sizes["source_slots"] = 2
         if self.source == "sysv":
             sizes["raw_bytes"] = int(_native.raw_message_bytes(self.sysv_variant))
@@ -410,6 +410,11 @@ class PipelineConfig:
     def source_kind(self) -> int:
         """TP_SOURCE_*."""
         return SOURCES.index(self.source)
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether the engine saves through our EngineWriter, which has generations and a lock."""
+        return self.source in ("shm", "cuda-ipc")
 
     def options(self) -> dict[str, int]:
         """Returns what a decoder must know beside the sizes."""

@@ -195,7 +195,7 @@ class Coordinator:
             _native.announce_writer(self._segment.source, 0, 0)
 
     def _writer_lives(self, pid: int) -> bool:
-        if self._config.source == "shm" or self._segment.is_locked(LOCK_WRITER):
+        if self._config.has_writer or self._segment.is_locked(LOCK_WRITER):
             return self._segment.is_locked(LOCK_WRITER)
         # A sender holds no lock of ours; the reader has noted who it is.
         start = int(self._view.source["writer_start"])

@@ -58,6 +58,7 @@ COUNTER_HELP = {
     "bad_flags": "steps refused: unknown mode or flag",
     "bad_sequence": "steps refused: not the step that is due at this place of the ring",
     "bad_message": "messages refused: not what this source sends",
+    "bad_lost": "steps lost: they lay on the GPU of an engine that died",
     "completions": "requests that ended with a result",
     "draft_rows_seen": "rows of draft steps",
     "draft_rows_delivered": "rows of draft steps that are delivered",

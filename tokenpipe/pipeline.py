@@ -484,7 +484,7 @@ class Pipeline:
 
     def _sync_target(self, timeout_s: float) -> int:
         """The source sequence that everything saved by now is below."""
-        if self.config.source == "shm":
+        if self.config.has_writer:
             return _native.published(self._segment.source)
         if self.config.source == "zmq":
             how = "sync() is not offered, as nothing tells what is still in the socket"

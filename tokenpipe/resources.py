@@ -133,7 +133,7 @@ class Resources:
         self.is_accepting = True
         # A queue tells neither lives of a row apart nor where a step is: barriers do.
         self._is_queue = config.source == "sysv"
-        self._is_unstamped = config.source != "shm"
+        self._is_unstamped = not config.has_writer
         self._do = {
             CommandKind.SUBMIT: self._submit,
             CommandKind.ABORT: self._abort,

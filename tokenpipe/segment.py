@@ -401,6 +401,12 @@ class Segment:
         assert self._source is not None
         return self._source.memory
 
+    @property
+    def source_fd(self) -> int:
+        """The descriptor of the source segment's file, for the locks of its parties."""
+        assert self._source is not None
+        return self._source.fd
+
     def lock(self, byte: int) -> bool:
         """Takes a party's lock: the writer's on the source, the reader's on both, all others on the
         core."""

@@ -235,7 +235,7 @@ def process_figures(pid: int) -> dict[str, float]:
 def _writer_pid(view: View) -> int | None:
     """Of a queue whoever sent last; else who holds the writer's lock."""
     pid = int(view.source["writer_pid"])
-    if view.config.source == "shm" and not view.segment.is_locked(LOCK_WRITER):
+    if view.config.has_writer and not view.segment.is_locked(LOCK_WRITER):
         return None
     return pid or None
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tokenpipe import _native, cuda
 from tokenpipe.commands import Control
-from tokenpipe.config import cuda_library
+from tokenpipe.config import SOURCES, cuda_library
 from tokenpipe.errors import (
     OpArgumentError,
     PartyExistsError,
@@ -32,6 +32,7 @@ _LOOK_S = 0.005
 _DLPACK_CUDA = (2, 13)
 """Device types of DLPack: memory of a GPU, and managed memory."""
 _CLOSE_S = 30.0
+_WITHDRAW_POLL_S = 0.002
 _FOR_EVER_S = float("inf")
 _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
@@ -59,7 +60,8 @@ class EngineWriter:
 
     Saving blocks while the pipeline lives and its ring is full (counted as backpressure) and raises
     PipelineGoneError when it is gone. Nothing else blocks, but for flush(). Of a pipeline with
-    another source than shm it hears of aborts and ends only: a save raises WrongSourceError.
+    another source than shm or cuda-ipc it hears of aborts and ends only: a save raises
+    WrongSourceError.
 
     Tensors may lie on a CUDA device: then `stream=` of the save is the stream in which they are
     made (its handle as a number, or an object with `cuda_stream`; 0 is the default stream). The
@@ -67,6 +69,9 @@ class EngineWriter:
     there. As with any work in a stream, their memory must stay theirs until then. What the GPU
     finds wrong with their values makes the step empty and is raised by the next call, which then
     has saved nothing itself, or by flush(). A save of tensors on the CPU waits for those before it.
+
+    With --source cuda-ipc the step stays in a ring on the device, and the pipeline's reader copies
+    it from there: what it has not copied when this process dies is lost, and counted.
 
     A save while its stream is captured becomes part of the CUDA graph. Each replay is announced by
     begin_step(..., replay=True), and no graph may be replayed after close().
@@ -458,9 +463,10 @@ class EngineWriter:
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
-        if _native.source_kind(self._segment.source) != 0:
-            how = "its steps come through a queue; here only poll_control() and beat() work"
-            raise WrongSourceError(self._segment.name, "sysv", how)
+        source = SOURCES[_native.source_kind(self._segment.source)]
+        if source not in ("shm", "cuda-ipc"):
+            how = "its steps come another way; here only poll_control() and beat() work"
+            raise WrongSourceError(self._segment.name, source, how)
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
@@ -525,6 +531,17 @@ class EngineWriter:
             stack.callback(_native.announce_writer, self._segment.source, 0, 0)
             stack.callback(self._writer.close_cuda)
             self._settle(_CLOSE_S)
+            self._wait_until_let_go()
+
+    def _wait_until_let_go(self) -> None:
+        """Before memory of the device is freed, its reader has copied every step and closed it."""
+        begun = time.monotonic()
+        while not self._writer.withdraw_cuda() and not self._writer.is_gone:
+            if time.monotonic() - begun >= _CLOSE_S:
+                raise SyncTimeoutError("the reader", _CLOSE_S, "it has steps of the GPU to copy")
+            if not self._segment.is_locked(LOCK_COORDINATOR):
+                return
+            time.sleep(_WITHDRAW_POLL_S)
 
     def __enter__(self) -> EngineWriter:
         return self

@@ -11,6 +11,7 @@ from tokenpipe import _native
 from tokenpipe.errors import ConfigError, SocketTakenError
 from tokenpipe.segment import Identity, Segment, live_configs
 from tokenpipe.socket_file import remove_stale
+from tokenpipe.sources.cuda_ipc import CudaIpcSource
 from tokenpipe.sources.shm import ShmSource
 from tokenpipe.sources.sysv import SysvSource, prepared_queue
 
@@ -27,7 +28,7 @@ class Source(Protocol):
 
 def open_source(segment: Segment) -> Source:
     """Returns the reader's end of the configured source. Raises QueueError, SocketTakenError,
-    ConfigError without pyzmq."""
+    ConfigError without pyzmq, CudaError."""
     if segment.config.source == "sysv":
         return SysvSource(segment)
     if segment.config.source == "zmq":
@@ -37,6 +38,8 @@ def open_source(segment: Segment) -> Source:
             why = "needs pyzmq: pip install 'tokenpipe[zmq]'"
             raise ConfigError("source", "zmq", why) from error
         return ZmqSource(segment)
+    if segment.config.source == "cuda-ipc":
+        return CudaIpcSource(segment)
     return ShmSource(segment)
 
 
