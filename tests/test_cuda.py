@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ import pytest
 from fake_cuda import ROOT, FakeCuda, OnCuda
 from hypothesis import given
 from hypothesis import strategies as st
-from test_writer import INT32, Stage, in_one_segment, strided
+from steps import INT32, OPS, expected_columns, laid_out, num_tokens, random_batch
+from test_writer import Stage, in_one_segment
 
 import tokenpipe as tp
 from support import wait_until
@@ -36,8 +36,6 @@ Array = np.ndarray[Any, Any]
 ROWS, TOP, SLOTS, DEPTH, FLOATS = 40, 6, 4, 5, 9  # rows: five blocks of the kernel
 NOT_NEED_STOP, WAIT_INPUT, WATCHDOG_S = 4, 1, 30
 ILLEGAL_ADDRESS = 700
-INT_DTYPES = (np.int32, np.int64, np.uint32, np.uint64)
-STRIDES = ("contiguous", "every second", "backwards", "transposed", "inside")
 
 
 @pytest.fixture
@@ -71,169 +69,33 @@ def stream(fake: FakeCuda) -> int:
 # --- what is saved arrives
 
 
-@dataclass
-class Batch:
-    """What one save is given, and the name of its op."""
-
-    op: str
-    tensors: dict[str, Array]
-    bfloat16: bool
-    columns: dict[str, Array | None]
-    on_device: set[str]
-
-    def arguments(self, place: Callable[[Array], Any]) -> dict[str, Any]:
-        """The op's arguments; `place` puts an array where the tensors are."""
-        given: dict[str, Any] = {}
-        for name, array in self.tensors.items():
-            is_float = name in ("logprobs", "vectors")
-            given[name] = (
-                OnCuda(array, bfloat16=True) if is_float and self.bfloat16 else place(array)
-            )
-        for name, column in self.columns.items():
-            if column is not None:
-                given[name] = place(column) if name in self.on_device else column
-        return given
-
-    def on_cpu(self) -> dict[str, Any]:
-        """The same for the CPU's ops; numpy has no bfloat16, whose values float32 has all."""
-        given = self.arguments(lambda array: array)
-        for name in ("logprobs", "vectors"):
-            if name in given and self.bfloat16:
-                given[name] = floats_of(self.tensors[name], True)
-        return given
+def place(array: Array, layout: str, bfloat16: bool) -> OnCuda:
+    """A tensor on the fake device."""
+    return OnCuda(laid_out(array, layout, lambda made: made), bfloat16=bfloat16)
 
 
-def floats_of(array: Array, bfloat16: bool) -> Array:
-    if bfloat16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
-
-
-@st.composite
-def batches(draw: st.DrawFn, op: str) -> Batch:
-    n = draw(st.one_of(st.integers(0, ROWS), st.sampled_from([0, 1, 7, 8, 9, 16, ROWS])))
-    is_packed = op.startswith("speculate")
-    depth = draw(st.integers(1, DEPTH)) if is_packed else 1
-    width = draw(st.integers(1, TOP))
-    bfloat16 = draw(st.booleans())
-    random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    int_dtype = st.sampled_from(INT_DTYPES)
-
-    def spread(array: Array) -> Array:
-        return strided(array, draw(st.sampled_from(STRIDES)))
-
-    def ints(*shape: int, top: int = INT32) -> Array:
-        values = random.integers(0, top, shape, endpoint=True)
-        return spread(values.astype(draw(int_dtype)))
-
-    def floats(*shape: int) -> Array:
-        bits = random.integers(0, 2**32, shape, dtype=np.uint64)  # NaN, infinities and subnormals
-        if bfloat16:
-            return spread(bits.astype(np.uint16))
-        half = draw(st.booleans())
-        return spread(
-            bits.astype(np.uint16).view(np.float16)
-            if half
-            else bits.astype(np.uint32).view(np.float32)
-        )
-
-    tensors: dict[str, Array] = {}
-    cell = (n, depth) if is_packed else (n,)
-    if op == "save_pooling":
-        tensors["vectors"] = floats(n, draw(st.integers(1, FLOATS)))
-    else:
-        tensors["accept_tokens" if is_packed else "tokens"] = ints(*cell)
-        if is_packed:
-            tensors["accept_num"] = ints(n, top=depth)
-        if op.endswith("topk"):
-            tensors["topk_ids"] = ints(*cell, width)
-            tensors["logprobs"] = floats(*cell, width)
-            tensors["ranks"] = ints(*cell)
-    columns: dict[str, Array | None] = {
-        "generations": ints(n, top=3),
-        "rows": spread(random.permutation(ROWS)[:n]) if draw(st.booleans()) else None,
-        "states": None,
-    }
-    if draw(st.booleans()):
-        kind = draw(st.sampled_from([np.uint8, np.int32, np.int64]))
-        columns["states"] = spread(random.integers(0, 4, n).astype(kind))
-    if op != "save_pooling":
-        columns["positions"] = ints(n) if draw(st.booleans()) else None
-    on_device = draw(st.sets(st.sampled_from(sorted(columns))))
-    return Batch(op, tensors, bfloat16, columns, on_device)
-
-
-def oracle(batch: Batch) -> dict[str, Any]:
-    """The step's columns, made of whole arrays."""
-    columns = batch.columns
-    generations = columns["generations"]
-    assert generations is not None
-    n = len(generations)
-    rows, states, positions = (columns.get(k) for k in ("rows", "states", "positions"))
-    expected: dict[str, Any] = {
-        "rows": np.arange(n) if rows is None else rows,
-        "generations": generations,
-        "states": np.zeros(n, int) if states is None else states,
-    }
-    if positions is not None:
-        expected["positions"] = positions
-    if batch.op == "save_pooling":
-        expected["logprobs"] = floats_of(batch.tensors["vectors"], batch.bfloat16)
-        return expected
-    names = {"accept_tokens": "tokens"}
-    taken: Any = slice(None)
-    if "accept_num" in batch.tensors:
-        counts = batch.tensors["accept_num"].astype(int) * (expected["states"] == 0)
-        expected["accept_num"] = counts
-        depth = batch.tensors["accept_tokens"].shape[1]
-        taken = np.arange(depth)[None, :] < counts[:, None]
-    for name, array in batch.tensors.items():
-        if name == "logprobs":
-            expected[name] = floats_of(array, batch.bfloat16)[taken]
-        elif name != "accept_num":
-            expected[names.get(name, name)] = array[taken]
-    return expected
-
-
-@pytest.mark.parametrize(
-    "op",
-    [
-        "save_output",
-        "save_output_topk",
-        "speculate_save_output",
-        "speculate_save_output_topk",
-        "save_pooling",
-    ],
-)
+@pytest.mark.parametrize("op", OPS)
 @in_one_segment
-@given(data=st.data())
+@given(seed=st.integers(0, 2**32), order=st.integers(0, 200))
 def test_the_device_packs_what_the_oracle_and_the_cpu_pack(
-    op: str, stage: Stage, fake: FakeCuda, stream: int, data: st.DataObject
+    op: str, stage: Stage, fake: FakeCuda, stream: int, seed: int, order: int
 ) -> None:
-    batch = data.draw(batches(op))
-    fake.set_order(data.draw(st.integers(0, 200)))
+    batch = random_batch(op, np.random.default_rng(seed), stage.segment.config.sizes())
+    fake.set_order(order)
     stage.take_all()
     getattr(stage.engine, op)(**batch.on_cpu())
     from_cpu = stage.step()
     stage.take_all()
-    getattr(stage.engine, op)(**batch.arguments(OnCuda), stream=stream)
+    getattr(stage.engine, op)(**batch.on_gpu(place), stream=stream)
     stage.engine.flush()
-    found, expected = stage.step(), oracle(batch)
+    found, expected = stage.step(), expected_columns(batch)
     for name, column in expected.items():
         np.testing.assert_array_equal(found[name], column, name)
     assert found["source_sequence"] == from_cpu["source_sequence"] + 1
-    assert found["saved_tokens"] - from_cpu["saved_tokens"] == tokens_in(expected, op)
+    assert found["saved_tokens"] - from_cpu["saved_tokens"] == num_tokens(batch, expected)
     for name in set(found) - {"source_sequence", "saved_tokens", "saved_ns"}:
         of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(found[name])
         assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
-
-
-def tokens_in(expected: dict[str, Any], op: str) -> int:
-    if op == "save_pooling":
-        return 0
-    if "accept_num" in expected:
-        return int(expected["accept_num"].sum())
-    return int((expected["states"] == 0).sum())
 
 
 def test_padding_columns_and_rows_behind_the_accepted_are_left_out(

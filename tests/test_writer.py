@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from steps import read_step
 
 import tokenpipe as tp
 from support import wait_until
@@ -64,36 +65,7 @@ class Stage:
 
     def step(self, number: int = -1) -> dict[str, Any]:
         """A step, the last one unless told: its head's fields and its columns."""
-        slots = self.segment.config.source_slots
-        number = self.published - 1 if number < 0 else number
-        begin = self.plan["source_steps"] + (number & (slots - 1)) * int(self.head["slot_bytes"])
-        memory = self.segment.source_memory
-        head = np.frombuffer(memory, layout.STEP, 1, begin)[0]
-        names = [n for n in layout.STEP.names or () if n != "pad_"]
-        found: dict[str, Any] = {name: int(head[name]) for name in names}
-        n, m, width, flags = (found[k] for k in ("num_rows", "num_tokens", "width", "flags"))
-        at = _native.step_columns(n, m, width, flags)
-        assert found["body_bytes"] == at["end"] - layout.STEP.itemsize
-        shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "rows": (np.uint32, (n,)),
-            "generations": (np.uint32, (n,)),
-            "states": (np.uint8, (n,)),
-            "logprobs": (np.float32, (m, width)),
-        }
-        if not flags & POOLING:
-            shapes["tokens"] = (np.int32, (m,))
-            shapes["topk_ids"] = (np.int32, (m, width))
-        if flags & POSITIONS:
-            shapes["positions"] = (np.int32, (n,))
-        if flags & ACCEPT:
-            shapes["accept_num"] = (np.int32, (n,))
-        if width and not flags & POOLING:
-            shapes["ranks"] = (np.int32, (m,))
-        for name, (dtype, shape) in shapes.items():
-            count = int(np.prod(shape))
-            column = np.frombuffer(memory, dtype, count, begin + at[name])
-            found[name] = column.reshape(shape).copy()
-        return found
+        return read_step(self.segment, self.published - 1 if number < 0 else number)
 
     def take_all(self) -> None:
         """Does what reader and decoder do, so that the source ring is empty again."""
