@@ -440,7 +440,7 @@ private:
   [[nodiscard]] TP_BOTH int64_t offset(const PackColumn &c, const Place &p,
                                        uint64_t j) const noexcept {
     const bool is_packed = a_.flags & TP_STEP_ACCEPT;
-    return along(c, p.row) + static_cast<int64_t>(p.draft) * (is_packed ? c.stride[1] : 0) +
+    return along(c, p.row) + static_cast<int64_t>(p.draft) * c.stride[1] +
            static_cast<int64_t>(j) * (is_packed ? c.stride[2] : c.stride[1]);
   }
   [[nodiscard]] TP_BOTH static int64_t along(const PackColumn &c, uint64_t i) noexcept {

@@ -489,6 +489,7 @@ EXPORT void fake_begin_capture(void *stream) {
   Fake &f = fake();
   const std::lock_guard lock(f.mutex);
   f.stream_of(stream)->is_capturing = true;
+  f.stream_of(stream)->captured.clear();
 }
 EXPORT void fake_end_capture(void *stream) {
   Fake &f = fake();

@@ -120,18 +120,18 @@ class OnCuda:
     def __init__(
         self, array: np.ndarray[Any, Any], device: int = 0, bfloat16: bool = False
     ) -> None:
-        self._array, self._device, self._is_bfloat16 = array, device, bfloat16
+        self.array, self._device, self._is_bfloat16 = array, device, bfloat16
         self.kept.append(array)
 
     def __len__(self) -> int:
-        return len(self._array)
+        return len(self.array)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, self._device
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
         assert stream == -1, "nobody has told the driver to let one stream wait for another"
-        capsule = self._array.__dlpack__()
+        capsule = self.array.__dlpack__()
         tensor = _capsule_pointer(capsule, b"dltensor")
         place = ctypes.cast(tensor + 8, ctypes.POINTER(ctypes.c_int32))
         place[0], place[1] = CUDA, self._device

@@ -468,6 +468,8 @@ def test_a_bad_value_empties_the_step_and_is_reported_as_the_cpu_reports_it(
     with pytest.raises(tp.OpArgumentError) as on_device:
         stage.engine.flush()
     assert on_device.value.argument == argument
+    is_outside = "outside int32" in str(on_cpu.value)
+    assert ("outside int32" in str(on_device.value)) == is_outside
     value = change[argument].flat[-1]
     assert f"holds {value} (element" in str(on_device.value)
     step = stage.step()
@@ -786,3 +788,22 @@ def test_build_ext_compiles_the_kernels_where_nvcc_is(tmp_path: Path) -> None:
     image = (tmp_path / "tokenpipe" / cuda.KERNELS.name).read_bytes()
     assert b"tp_pack" in image
     assert list((tmp_path / "tokenpipe").glob("_native.*.so"))
+
+
+def test_the_gpu_check_runs_dry_without_a_gpu() -> None:
+    """All of it but the GPU: build of the fake, values, pipelines, and the table of times."""
+    done = subprocess.run(
+        ["scripts/gpu_check", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable},
+        text=True,
+        capture_output=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("values: 18 steps right") for line in lines) == 2
+    assert sum(line.startswith("pipeline: 50 tokens right") for line in lines) == 2
+    assert lines[-1] == "gpu_check: dry run passed; nothing ran on a GPU"
+    table = done.stderr.split("DRY RUN with a fake driver: these are no times of a GPU")[1]
+    assert len(table.split("coordinator[")[0].strip().splitlines()) == 1 + 27

@@ -510,6 +510,11 @@ class EngineWriter:
         self._writer.beat(busy)
 
     @property
+    def name(self) -> str:
+        """The pipeline's name."""
+        return self._segment.name
+
+    @property
     def num_steps(self) -> int:
         """Steps saved so far, by this and former writers."""
         return self._writer.published
