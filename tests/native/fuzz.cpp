@@ -90,6 +90,7 @@ struct Totals {
   uint32_t faults = 0;
   const auto fault_if = [&](bool is_so, uint32_t reason) { faults |= uint32_t{is_so} << reason; };
   fault_if(head.source_sequence != due, TP_BAD_SEQUENCE);
+  fault_if(head.device_epoch != 0, TP_BAD_LOST); // there is no GPU here
   fault_if(n > sizes.max_num_seqs, TP_BAD_ROWS);
   fault_if(width > (pooling ? sizes.max_pooling_floats : sizes.top_logprobs + 1), TP_BAD_WIDTH);
   const uint64_t rows_each = (sizes.max_num_seqs + sizes.num_decoders - 1) / sizes.num_decoders;
@@ -197,8 +198,9 @@ private:
   }
 
   void spoil_header() {
-    uint32_t *const fields[] = {&slot_.num_rows,     &slot_.num_tokens, &slot_.width, &slot_.flags,
-                                &slot_.message_flag, &slot_.body_bytes, &slot_.bad};
+    uint32_t *const fields[] = {&slot_.num_rows, &slot_.num_tokens,   &slot_.width,
+                                &slot_.flags,    &slot_.message_flag, &slot_.body_bytes,
+                                &slot_.bad,      &slot_.device_epoch};
     uint64_t *const words[] = {&slot_.sequence, &slot_.source_sequence, &slot_.saved_ns,
                                &slot_.published_ns, &slot_.saved_tokens};
     if (random_.one_in(4)) {
@@ -921,11 +923,12 @@ int main(int argc, char **argv) {
     world->add_to(t);
   std::printf(
       "fuzz: %llu steps, %llu mutated, %llu refused (rows %llu, width %llu, tokens %llu, "
-      "bytes %llu, flags %llu, sequence %llu), %llu good, %llu frames, %llu tokens, %llu finals\n",
+      "bytes %llu, flags %llu, sequence %llu, lost %llu), %llu good, %llu frames, %llu tokens, "
+      "%llu finals\n",
       ull{t.steps}, ull{t.mutated}, ull{t.refused}, ull{t.bad[TP_BAD_ROWS]},
       ull{t.bad[TP_BAD_WIDTH]}, ull{t.bad[TP_BAD_TOKENS]}, ull{t.bad[TP_BAD_BYTES]},
-      ull{t.bad[TP_BAD_FLAGS]}, ull{t.bad[TP_BAD_SEQUENCE]}, ull{t.good}, ull{t.frames},
-      ull{t.tokens}, ull{t.finals});
+      ull{t.bad[TP_BAD_FLAGS]}, ull{t.bad[TP_BAD_SEQUENCE]}, ull{t.bad[TP_BAD_LOST]}, ull{t.good},
+      ull{t.frames}, ull{t.tokens}, ull{t.finals});
   // Without these the run has shown less than it claims.
   if (steps >= 10'000)
     for (uint32_t reason = TP_BAD_ROWS; reason < TP_BAD_REASONS; ++reason)
