@@ -461,7 +461,7 @@ private:
     for (int32_t e = 0; e < kNumEos; ++e)
       f.eos.push_back(kFirstEos + e);
     tp::post(core_, 0, f);
-    book_.log_choice(0, row, life.generation);
+    book_.log_choice(0, row, life.generation, 0);
     book_.admit(0, row, life.generation, {});
     book_.reply(0, 0, row, life.generation, 0, UINT32_MAX);
     tp::publish(core_.command(0).state, static_cast<uint32_t>(TP_COMMAND_FREE));

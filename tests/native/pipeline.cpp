@@ -365,7 +365,7 @@ private:
       free_blocks_.pop_front();
     }
     const uint32_t generation = ++generation_[row];
-    book_.log_choice(slot, row, generation);
+    book_.log_choice(slot, row, generation, 0);
     CHECK(!book_.is_applied(slot), "row %u is applied before its admission", row);
     book_.admit(slot, row, generation, live.blocks);
     CHECK(book_.is_applied(slot), "row %u is not applied after its admission", row);
