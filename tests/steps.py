@@ -17,6 +17,7 @@ from tokenpipe.segment import Segment
 Array = np.ndarray[Any, Any]
 
 POSITIONS, ACCEPT, POOLING = 2, 1, 8  # TP_STEP_*
+DRAFT = 4  # TP_MESSAGE_DRAFT
 INT32 = 2**31 - 1
 OPS = (
     "save_output",
@@ -89,19 +90,21 @@ class Batch:
     columns: dict[str, Array]
     layouts: dict[str, str]
     bfloat16: bool
+    words: dict[str, Any]
+    """message_flag, where the op has one, and not_need_stop."""
     on_device: frozenset[str]
     """Which of `columns` (rows, generations, states, positions) lie on the device."""
 
     def on_cpu(self) -> dict[str, Any]:
         """Arguments of the CPU's op. numpy has no bfloat16, but float32 has all its values."""
-        given: dict[str, Any] = {**self.tensors, **self.columns}
+        given: dict[str, Any] = {**self.tensors, **self.columns, **self.words}
         for name in FLOATS & set(given):
             given[name] = floats_of(given[name], self.bfloat16)
         return given
 
     def on_gpu(self, place: Callable[[Array, str, bool], Any]) -> dict[str, Any]:
         """The same on a device: place(array, layout, is bfloat16) makes a tensor there."""
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = dict(self.words)
         for name, array in {**self.tensors, **self.columns}.items():
             if name in self.columns and name not in self.on_device:
                 given[name] = array
@@ -173,7 +176,12 @@ def random_batch(
         columns["positions"] = ints(n)
     chosen = {name: str(random.choice(layouts)) for name in (*tensors, *columns)}
     on_device = frozenset(name for name in columns if random.integers(2))
-    return Batch(op, tensors, columns, chosen, bfloat16, on_device)
+    words: dict[str, Any] = {}
+    if op != "save_pooling":
+        words["not_need_stop"] = bool(random.integers(2))
+    if op == "speculate_save_output_topk":
+        words["message_flag"] = int(random.integers(3, 5))
+    return Batch(op, tensors, columns, chosen, bfloat16, words, on_device)
 
 
 def expected_columns(batch: Batch) -> dict[str, Any]:
@@ -206,7 +214,7 @@ def expected_columns(batch: Batch) -> dict[str, Any]:
 
 def num_tokens(batch: Batch, expected: dict[str, Any]) -> int:
     """Tokens that the step adds to those saved."""
-    if batch.op == "save_pooling":
+    if batch.op == "save_pooling" or batch.words.get("message_flag") == DRAFT:
         return 0
     if "accept_num" in expected:
         return int(expected["accept_num"].sum())

@@ -480,6 +480,25 @@ def test_a_bad_value_empties_the_step_and_is_reported_as_the_cpu_reports_it(
     assert (stage.step()["tokens"].tolist(), stage.step()["saved_tokens"]) == ([0, 1], 2)
 
 
+@pytest.mark.parametrize("order", [0, 1, 2, 77])
+def test_of_several_bad_values_the_first_is_reported_whatever_the_order(
+    stage: Stage, fake: FakeCuda, stream: int, order: int
+) -> None:
+    fake.set_order(order)
+    tokens, states = np.arange(40), np.zeros(40, int)
+    tokens[[3, 20, 39]] = -7, -8, -9
+    states[[5, 30]] = 4, 5
+    for columns, told in (
+        ({"states": OnCuda(np.zeros(40, int))}, r"tokens holds -7 \(element 3\)"),
+        ({"states": OnCuda(states)}, r"states holds 4 \(element 5\)"),
+    ):
+        stage.engine.save_output(
+            OnCuda(tokens), generations=np.ones(40, int), stream=stream, **columns
+        )
+        with pytest.raises(tp.OpArgumentError, match=told):
+            stage.engine.flush()
+
+
 def test_a_bad_value_is_told_by_the_next_save_which_saves_nothing(
     stage: Stage, fake: FakeCuda, stream: int
 ) -> None:
