@@ -313,7 +313,7 @@ def check_replays(gpu: Gpu, engine: tp.EngineWriter, segment: Segment, drain: Dr
     for generation in range(2, 10):
         rows = random.permutation(300)[: n - generation]
         poison(segment, engine.num_steps)
-        engine.begin_step(np.full(len(rows), generation), rows, replay=True)
+        engine.begin_step(np.full(len(rows), generation), rows, replay_in=gpu.stream)
         replay()
         engine.flush()
         expected = {"rows": rows, "tokens": tokens[: len(rows)]}

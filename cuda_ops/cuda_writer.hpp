@@ -81,11 +81,15 @@ public:
     PackTicket &mine = ticket(sequence);
     fill_ticket(mine, a, on_host, shape.n);
     aim(mine, sequence, staged(sequence));
-    if (last_stream_ && *last_stream_ != stream) // packed one after another, whatever the streams
+    if (last_stream_ && *last_stream_ != stream) { // packed one after another, in any streams
+      if (was_replay_)                             // which was launched after we have seen it last
+        driver_.check("cuEventRecord", driver_.cuEventRecord(event(sequence - 1), *last_stream_));
       driver_.check("cuStreamWaitEvent", driver_.cuStreamWaitEvent(stream, event(sequence - 1), 0));
+    }
     launch(args, stream);
     writer_.claim(); // from here on the step is on its way, and a failure cannot be undone
     last_stream_ = stream;
+    was_replay_ = false;
     breaking([&] {
       driver_.check("cuEventRecord", driver_.cuEventRecord(event(sequence), stream));
       driver_.check("cuStreamWaitEvent", driver_.cuStreamWaitEvent(copies_, event(sequence), 0));
@@ -100,19 +104,26 @@ public:
     beat();
   }
 
-  // Takes the next step for the replay of a captured save, which the caller launches next. Only
-  // rows and generations of `a` are looked at, both on the CPU.
-  void begin_replay(const SaveArguments &a) {
+  // Takes the next step for the replay of a captured save, which the caller launches next, in
+  // `stream`. Only rows and generations of `a` are looked at, both on the CPU.
+  void begin_replay(const SaveArguments &a, CudaStream stream) {
     raise_if_broken();
     collect();
     const uint64_t n = static_cast<uint64_t>(a.generations.shape[0]);
+    if (n > source_.sizes.max_num_seqs) // a ticket has room for so many
+      throw OpArgumentError("generations", "generations has " + std::to_string(n) +
+                                               " rows, max_num_seqs is " +
+                                               std::to_string(source_.sizes.max_num_seqs));
     const uint64_t sequence = writer_.published();
     PackTicket &mine = ticket(sequence);
     fill_ticket(mine, a, UINT32_MAX, n);
+    if (last_stream_)
+      follow(stream, sequence - 1);
     aim(mine, sequence, is_exported_ ? staged(sequence) : segment_ + offset_of(sequence));
     mine.is_replay = 1;
     writer_.claim();
-    last_stream_.reset(); // the caller knows where it replays; it orders its streams itself
+    last_stream_ = stream;
+    was_replay_ = true;
     beat();
   }
 
@@ -189,6 +200,16 @@ private:
       broken_.emplace(e);
       throw;
     }
+  }
+
+  // A replay publishes in its own stream: that must not overtake the step before it.
+  void follow(CudaStream stream, uint64_t sequence) {
+    const CudaStream before = was_replay_ ? *last_stream_ : copies_;
+    if (before == stream)
+      return;
+    const auto current = device_.current();
+    driver_.check("cuEventRecord", driver_.cuEventRecord(event(sequence), before));
+    driver_.check("cuStreamWaitEvent", driver_.cuStreamWaitEvent(stream, event(sequence), 0));
   }
 
   // Where the kernel puts the step.
@@ -362,7 +383,7 @@ private:
         "step " + std::to_string(t.sequence) + ", which was saved before, was made empty: ";
     if (kind == PackError::ticket)
       throw OpArgumentError(
-          "step", begin + "it is not the step that was begun last; every begin_step(replay=True) "
+          "step", begin + "it is not the step that was begun last; every begin_step(replay_in=) "
                           "needs one replay of a captured save, of as many rows or more");
     const auto [name, wanted] = expected(kind);
     throw OpArgumentError(name,
@@ -427,7 +448,8 @@ private:
   uint64_t next_to_publish_; // the host function's, but for note_host_save() while none is due
   uint64_t checked_;         // steps below it are reported
   std::optional<CudaError> broken_;
-  std::optional<CudaStream> last_stream_; // of the last pack, when it was ours to launch
+  std::optional<CudaStream> last_stream_; // of the last pack
+  bool was_replay_ = false;               // and whether the caller launched it
   bool is_closed_ = false;
   void *pack_ = nullptr;
   CudaPointer segment_ = 0, device_tickets_ = 0, staging_ = 0;

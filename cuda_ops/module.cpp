@@ -620,14 +620,14 @@ public:
                                     : tp::CudaPublish::host_function);
   }
   [[nodiscard]] int cuda_device() const noexcept { return cuda_ ? cuda_->ordinal() : -1; }
-  void begin_replay(py::handle generations, py::handle rows) {
+  void begin_replay(py::handle generations, py::handle rows, uint64_t stream) {
     if (!cuda_)
       throw tp::OpArgumentError("replay", "no save on a CUDA device was captured yet");
     const Borrowed g("generations", generations), r("rows", rows);
     tp::SaveArguments a;
     a.generations = g.view;
     a.rows = r.view;
-    cuda_->begin_replay(a);
+    cuda_->begin_replay(a, reinterpret_cast<tp::CudaStream>(stream));
   }
   // Whether every step saved is published, after `timeout_s` at most.
   bool wait_settled(double timeout_s) {
@@ -1458,7 +1458,7 @@ PYBIND11_MODULE(_native, m) {
            "is_prompt"_a = false, "stream"_a = py::none())
       .def("open_cuda", &PyWriter::open_cuda, "driver"_a, "device"_a, "image"_a,
            "publish_by_stream"_a, py::keep_alive<1, 2>())
-      .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a)
+      .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a, "stream"_a)
       .def("wait_settled", &PyWriter::wait_settled, "timeout_s"_a)
       .def("withdraw_cuda", &PyWriter::withdraw_cuda)
       .def("close_cuda", &PyWriter::close_cuda)

@@ -71,9 +71,10 @@ struct Fake {
   int fail_at = 0, fail_code = 0, sticky = 0, contexts = 0, modules = 0, current = 0;
   int count = 1;
   uint32_t seed = 0;
-  bool is_held = false;
+  int budget = -1; // operations that may run; below 0: any number
   char uuid[16] = "fake device 000";
   std::thread thread;
+  bool is_idle = false;
 
   // Counts a call; what it must return, success apart.
   int enter(const char *name) {
@@ -87,11 +88,15 @@ struct Fake {
     std::unique_lock lock(mutex);
     for (;;) {
       Stream *found = nullptr;
-      if (!is_held && sticky == 0)
+      // The callers' streams first: what is ours to order is wrong then, unless it was ordered.
+      if (budget != 0 && sticky == 0)
         for (Stream *s : streams)
-          if (!s->is_busy && !s->queue.empty() && s->queue.front().is_ready())
+          if (!s->is_busy && !s->queue.empty() && s->queue.front().is_ready() &&
+              (found == nullptr || made_streams.count(found) != 0))
             found = s;
+      is_idle = found == nullptr;
       if (found == nullptr) {
+        changed.notify_all();
         changed.wait(lock);
         continue;
       }
@@ -102,6 +107,7 @@ struct Fake {
       next.act();
       lock.lock();
       found->is_busy = false;
+      budget -= budget > 0;
       changed.notify_all();
     }
   }
@@ -474,8 +480,18 @@ EXPORT void fake_break(int code) {
 EXPORT void fake_hold(int is_held) {
   Fake &f = fake();
   const std::lock_guard lock(f.mutex);
-  f.is_held = is_held != 0;
+  f.budget = is_held ? 0 : -1;
   f.changed.notify_all();
+}
+// The next `count` operations run, then the streams are held again; waits for that.
+EXPORT void fake_run(int count) {
+  Fake &f = fake();
+  std::unique_lock lock(f.mutex);
+  f.budget = count;
+  f.is_idle = false;
+  f.changed.notify_all();
+  f.changed.wait(lock, [&] { return f.budget == 0 || f.is_idle; });
+  f.budget = 0;
 }
 EXPORT void fake_set_order(uint32_t seed) { fake().seed = seed; }
 EXPORT void fake_set_devices(int count) { fake().count = count; }

@@ -64,6 +64,10 @@ class FakeCuda:
         finally:
             self._native.fake_hold(0)
 
+    def run(self, count: int) -> None:
+        """Lets held streams do so many things more, or all they can."""
+        self._native.fake_run(count)
+
     @contextmanager
     def capture(self, stream: int) -> Iterator[None]:
         self._native.fake_begin_capture(ctypes.c_void_p(stream))

@@ -336,7 +336,7 @@ def test_a_captured_save_is_replayed_with_the_rows_of_each_step(
             generations = np.arange(12 - number) + number
             rows = np.random.default_rng(number).permutation(ROWS)[: len(generations)]
             with fake.held():  # the scheduler may be ahead of the GPU
-                engine.begin_step(generations, rows, replay=True)
+                engine.begin_step(generations, rows, replay_in=stream)
                 tokens[:], states[:] = number, 0
                 states[2] = 3
                 ids[:] = tokens[:, None] + [0, 1, 2]
@@ -364,11 +364,49 @@ def test_replays_may_be_ahead_of_the_gpu(stage: Stage, fake: FakeCuda, stream: i
         stage.engine.save_output(OnCuda(tokens), generations=np.ones(5, int), stream=stream)
     with fake.held():
         for generation in range(2, 2 + SLOTS):
-            stage.engine.begin_step(np.full(5, generation), replay=True)
+            stage.engine.begin_step(np.full(5, generation), replay_in=stream)
             fake.replay(stream)
     stage.engine.flush()
     found = [int(stage.step(i)["generations"][0]) for i in range(1, 1 + SLOTS)]
     assert found == list(range(2, 2 + SLOTS))
+
+
+@pytest.mark.parametrize("by_stream", [False, True])
+def test_no_step_is_published_before_it_is_there(
+    fake: FakeCuda, segment: Segment, stream: int, by_stream: bool
+) -> None:
+    """Saves and replays in turn, in two streams, one thing at a time."""
+    other, n = fake.make_stream(), 3
+    with tp.EngineWriter.attach(segment.name, publish_by_stream=by_stream) as engine:
+        stage = Stage.__new__(Stage)
+        stage.segment, stage.plan, stage.engine = segment, segment.config.plan(), engine
+        tokens = [np.full(n, token) for token in range(SLOTS)]
+        engine.save_output(OnCuda(tokens[0]), generations=np.ones(n, int), stream=stream)
+        engine.flush()
+        stage.take_all()
+        for captured in (stream, other):
+            with fake.capture(captured):
+                engine.save_output(OnCuda(tokens[3]), generations=np.ones(n, int), stream=captured)
+        for first, second in ((stream, stream), (stream, other), (other, stream)):
+            begun = stage.published
+            with fake.held():
+                for number, in_stream in enumerate((first, second)):
+                    saved = OnCuda(tokens[number])
+                    engine.save_output(saved, generations=np.ones(n, int), stream=in_stream)
+                    engine.begin_step(np.full(n, 2), replay_in=second)
+                    fake.replay(second)
+                seen = begun
+                while seen < begun + 4:
+                    fake.run(1)
+                    assert seen <= stage.published
+                    seen = stage.published
+                    for number in range(begun, seen):
+                        step = stage.step(number)
+                        assert step["source_sequence"] == number
+                        wanted = 3 if (number - begun) % 2 else (number - begun) // 2
+                        assert step["tokens"].tolist() == [wanted] * n
+            engine.flush()
+            stage.take_all()
 
 
 def test_a_replay_of_fewer_rows_than_were_begun_is_reported(
@@ -378,11 +416,20 @@ def test_a_replay_of_fewer_rows_than_were_begun_is_reported(
     stage.engine.save_output(tokens, generations=np.ones(4, int), stream=stream)
     with fake.capture(stream):
         stage.engine.save_output(tokens, generations=np.ones(4, int), stream=stream)
-    stage.engine.begin_step(np.ones(5, int), replay=True)
+    stage.engine.begin_step(np.ones(5, int), replay_in=stream)
     fake.replay(stream)
     with pytest.raises(tp.OpArgumentError, match="of as many rows or more"):
         stage.engine.flush()
     assert stage.step()["num_rows"] == 0
+
+
+def test_a_replay_of_more_rows_than_there_are_is_refused(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    stage.engine.save_output(OnCuda(np.arange(4)), generations=np.ones(4, int), stream=stream)
+    with pytest.raises(tp.OpArgumentError, match="41 rows, max_num_seqs is 40"):
+        stage.engine.begin_step(np.ones(ROWS + 1, int), replay_in=stream)
+    assert stage.engine.num_steps == 1
 
 
 def test_a_step_that_is_begun_and_not_replayed_is_reported(
@@ -390,7 +437,7 @@ def test_a_step_that_is_begun_and_not_replayed_is_reported(
 ) -> None:
     tokens = OnCuda(np.arange(4))
     stage.engine.save_output(tokens, generations=np.ones(4, int), stream=stream)
-    stage.engine.begin_step(np.ones(4, int), replay=True)
+    stage.engine.begin_step(np.ones(4, int), replay_in=stream)
     stage.engine.save_output(tokens, generations=np.ones(4, int), stream=stream)
     with pytest.raises(tp.OpArgumentError, match="begun last"):
         stage.engine.flush(timeout_s=1.0)
@@ -412,9 +459,9 @@ def test_states_on_the_cpu_are_not_captured(stage: Stage, fake: FakeCuda, stream
         )
 
 
-def test_a_replay_needs_a_captured_save(stage: Stage, fake: FakeCuda) -> None:
+def test_a_replay_needs_a_captured_save(stage: Stage, fake: FakeCuda, stream: int) -> None:
     with pytest.raises(tp.OpArgumentError, match="was captured yet"):
-        stage.engine.begin_step(np.ones(2, int), replay=True)
+        stage.engine.begin_step(np.ones(2, int), replay_in=stream)
 
 
 # --- bad values

@@ -202,7 +202,7 @@ def test_a_replayed_save_arrives(bench: Bench, fake: FakeCuda, stream: int) -> N
     with fake.capture(stream):
         bench.save(OnCuda(tokens), stream)
     for generation in range(2, 9):
-        bench.engine.begin_step(np.full(3, generation), replay=True)
+        bench.engine.begin_step(np.full(3, generation), replay_in=stream)
         fake.replay(stream)
         step = bench.take()
         assert step["generations"].tolist() == [generation] * 3

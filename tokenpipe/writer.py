@@ -74,7 +74,7 @@ class EngineWriter:
     it from there: what it has not copied when this process dies is lost, and counted.
 
     A save while its stream is captured becomes part of the CUDA graph. Each replay is announced by
-    begin_step(..., replay=True), and no graph may be replayed after close().
+    begin_step(..., replay_in=stream), and no graph may be replayed after close().
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EngineWriter:
         generations: Sequence[int] | npt.NDArray[Any],
         rows: Any = None,
         *,
-        replay: bool = False,
+        replay_in: Any = None,
     ) -> Step:
         """Returns the stamp of a batch that the scheduler has just composed.
 
@@ -134,9 +134,9 @@ class EngineWriter:
         [n]: the pipeline's row of each, once; default 0 to n-1. A copy is kept: the step may be
         saved when the scheduler's book has moved on (DESIGN section 5). Raises OpArgumentError.
 
-        `replay`: the step is saved by a CUDA graph with a captured save of n rows or more, which
-        the caller launches next, once. Its place is taken now, so this blocks while the ring is
-        full, and raises as a save does.
+        `replay_in`: the stream in which the caller launches next, once, a CUDA graph with a
+        captured save of n rows or more, which saves the step. Its place is taken now, so this
+        blocks while the ring is full, and raises as a save does.
         """
         self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
@@ -152,10 +152,11 @@ class EngineWriter:
             )
         if where is not None:
             _refuse_a_row_twice(where, stamp)
-        if replay:
+        handle = _handle_of(replay_in, "replay_in")
+        if handle is not None:
             with self._lock:
                 self._wait_for_space()
-                self._writer.begin_replay(stamp, where)
+                self._writer.begin_replay(stamp, where, handle)
         self._writer.note(where, stamp, len(stamp))
         return Step(stamp, where)
 
@@ -624,14 +625,14 @@ def _device_of(tensor: Any) -> int | None:
     return int(ordinal) if int(kind) in _DLPACK_CUDA else None
 
 
-def _handle_of(stream: Any) -> int | None:
+def _handle_of(stream: Any, name: str = "stream") -> int | None:
     if stream is None or isinstance(stream, int):
         return stream
-    for name in ("cuda_stream", "ptr"):  # of PyTorch and Paddle; of CuPy
-        if hasattr(stream, name):
-            return int(getattr(stream, name))
+    for attribute in ("cuda_stream", "ptr"):  # of PyTorch and Paddle; of CuPy
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
     raise OpArgumentError(
-        "stream", f"stream is a {type(stream).__name__}, must be a stream's handle or have one"
+        name, f"{name} is a {type(stream).__name__}, must be a stream's handle or have one"
     )
 
 
