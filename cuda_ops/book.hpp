@@ -257,15 +257,27 @@ public:
   }
   void ring() noexcept { count_event(core_.role(TP_ROLE_COORDINATOR).bell); }
 
-  // Sends a barrier through the source's queue and returns its number; 0: there is no room now.
+  // Sends a barrier through the source's queue and returns its number; 0: it cannot be
+  // sent now.
   // What was sent before it is received before it.
   [[nodiscard]] uint64_t send_barrier() {
     tp_queue &queue = source_.head().queue;
+    const auto own = static_cast<uint32_t>(getpid());
+    if (get(queue.barrier_pid) != own) { // the queue's last sender is not taken for the engine
+      put(queue.former_pid, get(queue.barrier_pid));
+      put(queue.barrier_pid, own);
+    }
     const uint64_t number = observe(queue.barrier_sent) + 1;
     publish(queue.barrier_sent, number); // else its reader would take it for nobody's
     fault::point("barrier.number_stored");
     const int64_t type = sysv::barrier_type(number);
-    return sysv::Queue(queue.key, get(queue.id)).send(&type, 0, false) ? number : 0;
+    try {
+      return sysv::Queue(queue.key, get(queue.id)).send(&type, 0, false) ? number : 0;
+    } catch (const sysv::SysvError &e) {
+      if (e.code != EINVAL && e.code != EIDRM)
+        throw;
+      return 0; // somebody has removed the queue: its reader makes it again
+    }
   }
   [[nodiscard]] bool has_passed(uint64_t barrier) const noexcept {
     return observe(source_.head().queue.barrier_seen) >= barrier;

@@ -224,14 +224,16 @@ private:
     next_.next_source_sequence = slot.source_sequence + 1;
     next_.counters.steps += 1;
     next_.counters.poison_slots += 1;
-    end_running(UINT64_MAX);
+    end_running(UINT64_MAX, UINT64_MAX);
   }
 
-  // Requests that were admitted by source sequence `at` end with an error in this turn.
-  void end_running(uint64_t at) noexcept {
+  // Requests that were admitted by source sequence `at`, of a queue before `barrier`, end with an
+  // error in this turn.
+  void end_running(uint64_t at, uint64_t barrier) noexcept {
     for (uint32_t i = 0; i < rows_.size(); ++i)
       if (rows_[i].generation != 0 && rows_[i].from_sequence <= at &&
-          state_[i].terminal == TP_FINISH_NONE && rows_[i].mark == TP_FINISH_NONE &&
+          rows_[i].from_barrier <= barrier && state_[i].terminal == TP_FINISH_NONE &&
+          rows_[i].mark == TP_FINISH_NONE &&
           observe(core_.freed(row_number(i))) != rows_[i].generation)
         rows_[i].mark = TP_FINISH_ERROR;
   }
@@ -290,7 +292,7 @@ private:
     next_.next_source_sequence = slot.source_sequence + 1;
     count.steps += 1;
     if (slot.flags & TP_STEP_GAP)
-      end_running(slot.source_sequence);
+      end_running(slot.source_sequence, slot.flags & TP_STEP_UNSTAMPED ? slot.barrier : UINT64_MAX);
     if (slot.bad != TP_BAD_NONE && slot.bad < TP_BAD_REASONS && k_ == 0)
       (&count.bad_rows)[slot.bad - 1] += 1; // what rows it has end with an error
     const uint32_t n = slot.num_rows, decoders = core_.sizes.num_decoders;

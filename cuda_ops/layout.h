@@ -55,7 +55,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 9,    /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 10,   /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -542,7 +542,11 @@ typedef struct {
   int32_t key;             /* coordinator */
   int32_t id;              /* coordinator, and a reader that had to make it again */
   uint32_t is_created;     /* 1: this pipeline has made it, and removes it */
-  uint8_t pad_[TP_LINE_BYTES - 60];
+  uint32_t barrier_pid;    /* coordinator, before a barrier: who sends it */
+  uint32_t former_pid;     /* coordinator: whoever sent barriers before it */
+  uint32_t pad0_;
+  uint64_t gap_at; /* reader: sequence + 1 of the step that says that the queue was lost; 0: none */
+  uint8_t pad_[TP_LINE_BYTES - 80];
 } tp_queue;
 TP_ASSERT_SIZE(tp_queue, TP_LINE_BYTES);
 
@@ -574,7 +578,9 @@ typedef struct {
   uint32_t gone;  /* coordinator: 1 when the pipeline has ended for good */
   uint32_t kind;  /* TP_SOURCE_* */
   uint32_t owned; /* coordinator: 1 when the client owns it, and replaces it when it is killed */
-  uint8_t pad0_[TP_LINE_BYTES * 2 - 156];
+  uint32_t pad_;
+  uint64_t grace_ns; /* coordinator: somebody may bring a dead pipeline back for so long */
+  uint8_t pad0_[TP_LINE_BYTES * 2 - 168];
   uint64_t published; /* writer: steps below it may be read; sysv: reader, messages received */
   uint8_t pad1_[TP_LINE_BYTES - 8];
   uint64_t released; /* reader: slots of steps below it may be written again */

@@ -673,6 +673,9 @@ public:
   void beat(bool busy) { writer_.beat(busy); }
   [[nodiscard]] bool is_gone() const noexcept { return tp::observe(source_.head().gone) != 0; }
   [[nodiscard]] bool is_owned() const noexcept { return tp::observe(source_.head().owned) != 0; }
+  [[nodiscard]] double grace_s() const noexcept {
+    return static_cast<double>(tp::get(source_.head().grace_ns)) / 1e9;
+  }
   [[nodiscard]] uint64_t published() const noexcept { return writer_.published(); }
   [[nodiscard]] uint64_t saved_tokens() const noexcept { return writer_.saved_tokens(); }
 
@@ -945,7 +948,10 @@ public:
   void set_accepting(bool accepting) {
     tp::publish(core_.header().accepting, static_cast<uint32_t>(accepting));
   }
-  void set_owned(bool owned) { tp::publish(source_.head().owned, static_cast<uint32_t>(owned)); }
+  void set_owned(bool owned, double grace_s) {
+    tp::put(source_.head().grace_ns, as_ns(grace_s));
+    tp::publish(source_.head().owned, static_cast<uint32_t>(owned));
+  }
   // Ends every wait of the writer: the pipeline will not come back.
   void set_gone() {
     tp::publish(source_.head().gone, 1u);
@@ -1044,6 +1050,21 @@ void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
   tp::put(head.writer_start, start);
   tp::put(head.writer_epoch, tp::get(head.writer_epoch) + (pid != 0 ? 1 : 0)); // 0: it has left
   tp::publish(head.writer_pid, pid);
+}
+
+// Whether `pid` sends barriers, or did: it is not the engine.
+[[nodiscard]] bool is_our_sender(const MappedCore &core, const MappedSource &source, uint32_t pid) {
+  const tp_queue &queue = source.map().head().queue;
+  return pid == tp::observe(core.core().role(TP_ROLE_COORDINATOR).pid) ||
+         pid == tp::get(queue.barrier_pid) || pid == tp::get(queue.former_pid);
+}
+
+// Whether the queue is empty and its reader waits for the next message.
+[[nodiscard]] bool is_at_rest(const MappedSource &source) {
+  const tp_source &head = source.map().head();
+  if (tp::get(head.reader_bell.waiting) != TP_WAIT_INPUT)
+    return false;
+  return tp::sysv::Queue(tp::get(head.queue.key), tp::get(head.queue.id)).facts().msg_qnum == 0;
 }
 
 // What the coordinator has found out about the queue, before any role starts.
@@ -1164,13 +1185,15 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
                        first_token_ns, last_token_ns, spec_steps, pad_, heads);
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
-                       leftovers, key, id, is_created, pad_);
+                       leftovers, key, id, is_created, barrier_pid, former_pid, pad0_, gap_at,
+                       pad_);
   PYBIND11_NUMPY_DTYPE(tp_export, epoch, attached, ring_bytes, slot_bytes, num_slots,
                        layout_version, device_uuid, memory, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
-                       owner_pid, owner_namespace, boot_id, gone, kind, owned, pad0_, published,
-                       pad1_, released, pad2_, reader_bell, writer_bell, writer_pid, writer_epoch,
-                       writer_start, beat_ns, busy, blocked_ns, pad3_, queue);
+                       owner_pid, owner_namespace, boot_id, gone, kind, owned, pad_, grace_ns,
+                       pad0_, published, pad1_, released, pad2_, reader_bell, writer_bell,
+                       writer_pid, writer_epoch, writer_start, beat_ns, busy, blocked_ns, pad3_,
+                       queue);
   return py::dict(
       "SIZES"_a = py::dtype::of<tp_sizes>(), "HEADER"_a = py::dtype::of<tp_header>(),
       "BELL"_a = py::dtype::of<tp_bell>(), "ROLE"_a = py::dtype::of<tp_role>(),
@@ -1346,8 +1369,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("swept",
         [](const MappedCore &c, uint32_t k) { return tp::observe(c.core().header().swept[k]); });
   m.def("announce_role", &announce_role, "core"_a, "role"_a, "pid"_a, "start"_a);
-  m.def("role_pid",
-        [](const MappedCore &c, uint32_t index) { return tp::observe(c.core().role(index).pid); });
+  m.def("is_our_sender", &is_our_sender, "core"_a, "source"_a, "pid"_a);
+  m.def("is_at_rest", &is_at_rest, "source"_a);
   m.def("set_owner", &set_owner, "core"_a, "source"_a, "pid"_a, "start"_a);
   m.def("announce_writer", &announce_writer, "source"_a, "pid"_a, "start"_a);
   m.def(
@@ -1436,7 +1459,10 @@ PYBIND11_MODULE(_native, m) {
     return tp::sysv::raw_message_bytes(static_cast<tp::sysv::Variant>(variant));
   });
   m.def("source_kind", [](const MappedSource &s) { return s.map().head().kind; });
-  m.def("writer_pid", [](const MappedSource &s) { return tp::get(s.map().head().writer_pid); });
+  m.def("writer", [](const MappedSource &s) { // (pid, start time) of the engine, pid 0: none
+    const tp_source &head = s.map().head();
+    return py::make_tuple(tp::get(head.writer_pid), tp::get(head.writer_start));
+  });
   m.def("set_queue", &set_queue, "source"_a, "key"_a, "id"_a, "is_created"_a, "leftovers"_a);
   m.def("remove_queue", &remove_queue, "source"_a);
 
@@ -1468,6 +1494,7 @@ PYBIND11_MODULE(_native, m) {
       .def("beat", &PyWriter::beat, "busy"_a)
       .def_property_readonly("is_gone", &PyWriter::is_gone)
       .def_property_readonly("is_owned", &PyWriter::is_owned)
+      .def_property_readonly("grace_s", &PyWriter::grace_s)
       .def_property_readonly("published", &PyWriter::published)
       .def_property_readonly("saved_tokens", &PyWriter::saved_tokens);
 
@@ -1539,6 +1566,6 @@ PYBIND11_MODULE(_native, m) {
       .def("barrier_cursor", &PyBook::barrier_cursor)
       .def("set_health_port", &PyBook::set_health_port, "port"_a)
       .def("set_accepting", &PyBook::set_accepting, "accepting"_a)
-      .def("set_owned", &PyBook::set_owned, "owned"_a)
+      .def("set_owned", &PyBook::set_owned, "owned"_a, "grace_s"_a)
       .def("set_gone", &PyBook::set_gone);
 }

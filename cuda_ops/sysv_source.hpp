@@ -71,15 +71,20 @@ public:
         raw_at_(raw_offset(core.sizes)) {
     const uint64_t cursor = observe(core.ring().cursor);
     saved_tokens_ = cursor == 0 ? 0 : core.slot(cursor - 1).saved_tokens;
-    put(source_.head().queue.id, queue_.id());
+    tp_queue &shared = source_.head().queue;
+    if (get(shared.id) != queue_.id())
+      note_loss(cursor);
+    put(shared.id, queue_.id());
     if (queue_.is_created())
-      put(source_.head().queue.is_created, 1u);
+      put(shared.is_created, 1u);
   }
 
   // Fills the claimed slot `sequence` with the next message, waiting until one comes, the ticker
   // ticks or a signal arrives; false then, and after a barrier. Throws SysvError.
   [[nodiscard]] bool get_output(tp_step &slot, uint64_t sequence, bool wait) {
     tp_queue &shared = source_.head().queue;
+    if (get(shared.gap_at) == sequence + 1)
+      return tell_of_loss(slot, sequence);
     int64_t *raw = raw_of(slot);
     if (get(shared.claim) == sequence + 1 && observe(raw[0]) != 0)
       return take(slot, sequence, length_in_hand(raw)); // a predecessor's, or after a fault
@@ -152,9 +157,27 @@ private:
     put(source_.head().reader_bell.waiting, reason);
   }
 
+  // The queue that there was is gone, with whatever was in it: running requests have a hole, and
+  // barriers that were on their way will not come. Every one of them is behind us now.
+  void note_loss(uint64_t cursor) noexcept {
+    tp_queue &shared = source_.head().queue;
+    publish(shared.barrier_cursor, cursor);
+    publish(shared.barrier_seen, observe(shared.barrier_sent));
+    publish(shared.gap_at, cursor + 1);
+  }
+
+  // A step of its own: those who run end with an error, before anything else is received.
+  [[nodiscard]] bool tell_of_loss(tp_step &slot, uint64_t sequence) noexcept {
+    begin_step(slot, sequence);
+    slot.flags |= TP_STEP_GAP;
+    slot.bad = TP_BAD_NONE;
+    finish(slot, sequence);
+    return true;
+  }
+
   [[nodiscard]] bool take(tp_step &slot, uint64_t sequence, uint64_t length) {
     int64_t *raw = raw_of(slot);
-    if (is_barrier(raw[0])) {
+    if (is_barrier(raw[0]) && length == 0) {
       meet_barrier(barrier_number(raw[0]), sequence);
       publish(raw[0], int64_t{0}); // it is not in hand any more
       return false;
@@ -166,9 +189,14 @@ private:
                              : make_columns(slot, raw);
     if (slot.bad != TP_BAD_NONE)
       slot.num_rows = slot.num_tokens = slot.width = slot.flags = slot.body_bytes = 0;
-    tp_source &source = source_.head();
     if (slot.bad == TP_BAD_NONE && slot.message_flag == TP_MESSAGE_TARGET)
       saved_tokens_ += num_tokens_;
+    finish(slot, sequence);
+    return true;
+  }
+
+  void finish(tp_step &slot, uint64_t sequence) noexcept {
+    tp_source &source = source_.head();
     slot.saved_tokens = saved_tokens_;
     put(source.queue.saved_tokens, saved_tokens_);
     put(source.beat_ns, slot.saved_ns);
@@ -176,7 +204,6 @@ private:
     // Before the ring's cursor: what a mark or a drain takes for received is never too little.
     publish(source.published, sequence + 1);
     publish(source.released, sequence + 1);
-    return true;
   }
 
   // Its cursor, then its number: a coordinator that sees the number sees a cursor at least as late.

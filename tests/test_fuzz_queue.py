@@ -66,8 +66,9 @@ class Sender:
         for _ in range(40):
             message, kind = self.spoilt()
             self.worker.send(message, kind)
-            # From 2^62 on a type is a barrier's: no step, and of nobody's number no effect.
-            self.sent["spoilt" if kind < 1 << 62 else "barriers"] += 1
+            # From 2^62 on a type is a barrier's, if there is no payload: no step, and of nobody's
+            # number no effect.
+            self.sent["spoilt" if kind < 1 << 62 or message else "barriers"] += 1
             self.read()
         self.pipe.sync(60)
         self.read()

@@ -512,6 +512,56 @@ def test_a_role_that_dies_again_while_it_starts_is_tried_again(
         assert lives(pipe)["decoder-1"] == 3
 
 
+def test_a_coordinator_s_successor_that_dies_while_it_starts_is_tried_again(
+    unique_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "TOKENPIPE_FAULT",
+        "coordinator/1:reply.fields_stored:2:9,coordinator/2:boot:1:9,coordinator/3:boot:1:9",
+    )
+    config = tp.PipelineConfig(
+        name=unique_name, max_num_seqs=ROWS, num_decoders=2, num_blocks=2 * ROWS, top_logprobs=2
+    )
+    with tp.Pipeline(config) as pipe, pipe.engine_writer() as writer:
+        workload(Run(pipe, "plain", writer))
+        assert pipe.health()["state"] in ("idle", "running")
+
+
+def test_a_serve_that_is_killed_with_its_roles_is_taken_over(unique_name: str) -> None:
+    """Client and engine wait `orphan_grace_s` for who starts it again with the same flags."""
+    serve = [sys.executable, "-m", "tokenpipe", "serve", f"--name={unique_name}"]
+    serve += ["--max-num-seqs=2", "--orphan-grace-s=60"]
+
+    def start() -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        process = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, json.loads(process.stdout.readline())
+
+    first, ready = start()
+    with tp.Pipeline.attach(unique_name) as pipe, tp.EngineWriter.attach(unique_name) as writer:
+        admission = pipe.submit(tp.Request("a", prompt_token_ids=[1], max_tokens=3))
+        generations = np.zeros(2, np.int32)
+        generations[admission.row] = admission.generation
+        writer.save_output(np.full(2, 10), generations=generations)
+        pipe.sync(60)
+        first.kill()
+        for pid in ready["pids"].values():
+            os.kill(pid, signal.SIGKILL)
+        first.communicate()
+        wait_until(lambda: pipe.health()["state"] == "failed", describe=pipe.health)
+        second, _ready = start()
+        for token in (11, 12):
+            writer.save_output(np.full(2, token), generations=generations)
+        pipe.sync(60)
+        outputs = [o for batch in pipe.batches(timeout_s=0) for o in batch]
+        assert [t for o in outputs for t in o.outputs.token_ids] == [10, 11, 12]
+        assert [o.finish_reason for o in outputs if o.finished] == ["length"]
+    second.terminate()
+    assert second.wait(60) == 0
+    assert second.stdout is not None
+    second.stdout.close()
+
+
 def test_a_spent_budget_ends_the_pipeline_with_the_reason(
     unique_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -360,19 +361,94 @@ def test_a_killed_pipeline_s_queue_is_removed_by_clean(unique_name: str) -> None
 
 
 def test_a_queue_that_is_removed_is_made_again(unique_name: str) -> None:
-    """An operator's ipcrm: what was in it is lost, and said; what comes afterwards is read."""
+    """An operator's ipcrm: nobody can tell what was in it, so those who run end with an error, and
+    what comes afterwards is read."""
     config = settings(unique_name)
     with running(config) as (pipe, worker):
         pipe.submit(request("a"), row=0)
         worker.remove()
+        pipe.submit(request("b"), row=1, timeout_s=60)  # whether the reader has noticed or not
         wait_until(lambda: pipe.status()["roles"]["reader"]["epoch"] == 2, describe=pipe.status)
         wait_until(lambda: queue_key(config) in queues())
-        wait_until(lambda: pipe.health()["state"] == "running", describe=pipe.health)
+        wait_until(lambda: pipe.status()["counters"]["finals_error"], describe=pipe.status)
         worker = peer.Worker(queue_key(config))
-        worker.send(peer.plain([5]))
-        pipe.submit(request("b"), row=1)
-        worker.send(peer.plain([6, 7]))
-        assert read(pipe) == {"a": ([5, 6], None), "b": ([7], None)}
+        pipe.submit(request("c"), row=2)
+        worker.send(peer.plain([5, 6, 7]))
+        found = {}
+        pipe.sync(60)
+        for batch in pipe.batches(timeout_s=0):
+            for output in batch:
+                found[output.request_id] = (output.outputs.token_ids, output.error_msg)
+        assert "source_gap" in str(found["a"][1])
+        assert found["c"] == ([7], None)
+
+
+def test_a_killed_coordinator_is_not_taken_for_the_engine(unique_name: str) -> None:
+    """The kernel names who sent last; it may have been a coordinator that is dead by now."""
+    with running(settings(unique_name)) as (pipe, worker):
+        pipe.submit(request("a"), row=0)
+        worker.send(peer.plain([10]))
+        assert read(pipe) == {"a": ([10], None)}
+        reader, coordinator = pipe.pids["reader"], pipe.pids["coordinator"]
+        os.kill(reader, signal.SIGSTOP)
+        try:
+            worker.send(peer.plain([11]))
+            pipe.submit(request("b"), row=1)  # behind it the coordinator's barrier is the last word
+            os.kill(coordinator, signal.SIGKILL)
+            wait_until(lambda: pipe.status()["roles"]["coordinator"]["epoch"] == 2)
+            wait_until(lambda: pipe.health()["state"] == "running", describe=pipe.health)
+        finally:
+            os.kill(reader, signal.SIGCONT)
+        worker.send(peer.plain([12, 20]))
+        assert read(pipe) == {"a": ([11, 12], None), "b": ([20], None)}
+        assert pipe.status()["source"]["writer_pid"] == os.getpid()
+
+
+def test_a_dead_worker_is_not_forgotten_when_another_one_sends(unique_name: str) -> None:
+    config = settings(unique_name, abort_timeout_s=0.05, quarantine_s=0.05)
+    with running(config) as (pipe, worker):
+        for i in range(2):
+            pipe.submit(request(f"r{i}"), row=i)
+        coordinator = pipe.pids["coordinator"]
+        os.kill(coordinator, signal.SIGSTOP)
+        try:
+            here = str(Path(__file__).parent)
+            engine = [sys.executable, "-c", ENGINE, here, str(queue_key(config))]
+            assert subprocess.run(engine).returncode == -signal.SIGKILL
+            for _ in range(3):
+                worker.send(peer.plain([-1, -1]))
+            wait_until(lambda: pipe.status()["source"]["published"] == 8, describe=pipe.status)
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
+        wait_until(lambda: pipe.status()["counters"]["finals_error"] == 2, describe=pipe.status)
+
+
+def test_a_quarantine_outlasts_a_reader_that_stands_still(unique_name: str) -> None:
+    """What the engine has sent may wait in front of a full queue, where a barrier passes it."""
+    config = settings(unique_name, abort_timeout_s=0.05, quarantine_s=0.05)
+    with running(config) as (pipe, worker):
+        pipe.submit(request("old"), row=0)
+        worker.send(peer.plain([10]))
+        assert read(pipe) == {"old": ([10], None)}
+        reader = pipe.pids["reader"]
+        os.kill(reader, signal.SIGSTOP)
+        try:
+            while worker.send(peer.plain([11]), wait=False):
+                pass
+            blocked = threading.Thread(target=worker.send, args=(peer.plain([12]),))
+            blocked.start()
+            pipe.abort("old")
+            wait_until(lambda: pipe.status()["counters"]["finals_abort"] == 1)
+            turns = pipe.status()["roles"]["coordinator"]["turns"]
+            wait_until(lambda: pipe.status()["roles"]["coordinator"]["turns"] > turns + 40)
+            assert live_rows(pipe) == 1
+        finally:
+            os.kill(reader, signal.SIGCONT)
+        blocked.join()
+        wait_until(lambda: live_rows(pipe) == 0, describe=pipe.status)
+        pipe.submit(request("new"), row=0)
+        worker.send(peer.plain([20]))
+        assert read(pipe) == {"old": ([], "abort"), "new": ([20], None)}
 
 
 ENGINE = """

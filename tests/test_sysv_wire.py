@@ -37,10 +37,9 @@ class Bench:
         self.segment = Segment.create(config)
         self.worker = peer.Worker(queue_key(config))
         self.producer = _native.Producer(self.segment.core, 0.0)
-        self.reader = self.open_reader()
         self.book = _native.Book(self.segment.core, self.segment.source)
-        queue = self.queue
-        _native.set_queue(self.segment.source, queue_key(config), queue.id, False, 0)
+        _native.set_queue(self.segment.source, queue_key(config), self.queue.id, False, 0)
+        self.reader = self.open_reader()
         self.decoder = _native.Decoder(self.segment.core, 0, 0.0)
 
     @property
@@ -452,6 +451,35 @@ def test_a_folder_that_is_not_there_gives_no_key() -> None:
 
 def test_the_messages_have_the_lengths_of_the_wire() -> None:
     assert {op: _native.payload_bytes(v) for op, v in SYSV_OPS.items()} == peer.BYTES
+
+
+def test_a_reader_that_finds_another_queue_says_so_before_all_else() -> None:
+    """Whoever runs has a hole, and barriers that were on their way will not come."""
+    with bench("get_output") as b:
+        b.worker.send(peer.plain([1]))
+        lost = b.book.send_barrier()
+        b.worker.remove()
+        assert b.book.send_barrier() == 0, "no room: the queue is not there"
+        b.worker = peer.Worker(queue_key(b.config))
+        b.worker.send(peer.plain([2]))
+        b.reader = b.open_reader()
+        assert b.book.has_passed(lost)
+        b.reader = (
+            b.open_reader()
+        )  # one that dies before it has said it is followed by one that does
+        gap, step = b.receive(), b.receive()
+        assert gap is not None
+        assert step is not None
+        assert (gap["flags"], gap["rows"], gap["bad"]) == (32 | 64, [], 0)
+        assert (step["flags"], step["tokens"]) == (32 | 4, [2])
+
+
+def test_a_barrier_s_type_with_a_payload_is_a_refused_message() -> None:
+    with bench("get_output") as b:
+        b.worker.send(peer.plain([1]), 1 << 62)
+        step = b.receive()
+        assert step is not None
+        assert step["bad"] == FLAGS
 
 
 def test_a_queue_that_is_gone_is_an_error_with_its_number() -> None:

@@ -981,7 +981,7 @@ def test_a_blocked_save_waits_for_those_who_may_go_on(
         for party in (LOCK_READER, LOCK_DECODER, LOCK_CLIENT)
     }
     assert all(other.lock(party) for party, other in others.items())
-    stage.book.set_owned(True)
+    stage.book.set_owned(True, 3.0)
     fill(stage)
     saving = Saving(stage)
     for mapping in (stage.segment._core, stage.segment._source):

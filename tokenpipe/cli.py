@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tokenpipe", description="The output path of an LLM engine as its own processes."
+        prog="tokenpipe",
+        description="The output path of an LLM engine as its own processes.",
     )
     parser.add_argument(
         "--version",
@@ -40,8 +41,14 @@ def _parser() -> argparse.ArgumentParser:
         version=f"tokenpipe {__version__} (layout of the shared memory: {LAYOUT_VERSION})",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_serve(commands.add_parser("serve", help="run a pipeline in the foreground"))
-    _add_demo(commands.add_parser("demo", help="run a real small model through a pipeline"))
+    _add_serve(
+        commands.add_parser("serve", help="run a pipeline in the foreground", allow_abbrev=False)
+    )
+    _add_demo(
+        commands.add_parser(
+            "demo", help="run a real small model through a pipeline", allow_abbrev=False
+        )
+    )
     _add_inspect(commands.add_parser("inspect", help="show what a running pipeline is doing"))
     _add_clean(commands.add_parser("clean", help="remove what dead runs left in /dev/shm"))
     _add_ops(commands.add_parser("ops", help="say which form of the output ops is used, and why"))

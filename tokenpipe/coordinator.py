@@ -124,7 +124,7 @@ class Coordinator:
         """Spawns the roles and returns True when each has beaten once, False when a stop was asked
         for meanwhile. Raises ChildBootError."""
         self._set_state(PipelineState.STARTING, None, "waiting for every role's first heartbeat")
-        self._book.set_owned(has_keeper)
+        self._book.set_owned(has_keeper, self._config.orphan_grace_s)
         self._watch = self._children.watch = Watch(self._book.ring, owner_fds)
         self._roles.start()
         while not self._roles.are_up:

@@ -177,6 +177,7 @@ class Delivery:
         self._core = segment.core
         self._client = client
         self._requests = requests
+        self._has_told_all = False
         self._is_over = is_over
         self._last_reason = last_reason
         self._maker = maker
@@ -211,6 +212,8 @@ class Delivery:
         return self._wait(timeout_s, 1)
 
     def _wait(self, timeout_s: float | None, way: int) -> OutputBatch | None:
+        if self._has_told_all:
+            return None
         take = self._joins[way].next if self._joins else self._takers()[way]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -320,6 +323,8 @@ class Delivery:
         return whole
 
     def _missing_finals(self) -> OutputBatch | None:
+        # Whatever a pipeline that came back would say has its final by now.
+        self._has_told_all = True
         self._handover.give_up_all()
         rest = self._requests.take_all()
         if not rest:

@@ -22,6 +22,9 @@ from tokenpipe.segment import leftovers
 
 _log = logging.getLogger("tokenpipe.keeper")
 
+_TRIES = 3
+"""So often the successor of a coordinator that was killed is started, as a role's is."""
+
 
 class Keeper:
     """Runs `tokenpipe serve` as a child that ends with us, and again when it is killed.
@@ -54,17 +57,31 @@ class Keeper:
                 self.is_replacing = True
                 forks.close(self._owner_fd)
             _log.error("the coordinator (pid %d) %s", self._process.pid, how_it_ended(code))
+            successor = self._replaced()
+            with self._lock:
+                self.is_replacing = False
+                if successor is None:
+                    self._owner_fd = -1
+                    return
+                self._process, self._owner_fd = successor
+
+    def _replaced(self) -> tuple[subprocess.Popen[bytes], int] | None:
+        for left in reversed(range(_TRIES)):
             try:
                 process, owner_fd, _ready = self._spawn()
+            except PipelineStartError:  # it has ended before it could say why: killed, too
+                _log.exception("the coordinator could not be replaced; tries left: %d", left)
             except (TokenpipeError, OSError):
                 _log.exception("the coordinator could not be replaced")
-                with self._lock:
-                    self._owner_fd = -1
-                self.is_replacing = False
-                return
-            with self._lock:
-                self._process, self._owner_fd = process, owner_fd
-                self.is_replacing = False
+                break
+            else:
+                return process, owner_fd
+        return None
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether no coordinator will follow one that has ended."""
+        return not self._thread.is_alive()
 
     def _ended_by_itself(self, code: int) -> bool:
         if code:

@@ -141,6 +141,8 @@ class Pipeline:
         self._mode_lock = threading.Lock()
         self._pid = os.getpid()
         self._was_closed = False
+        self._alone_since: float | None = None
+        self._has_ended = False
 
     @property
     def name(self) -> str:
@@ -164,12 +166,23 @@ class Pipeline:
         dead."""
         if self._is_closed or _native.is_gone(self._segment.source):
             return True
-        if self._segment.is_locked(LOCK_COORDINATOR):
-            return False
-        if self._keeper is not None and self._keeper.is_replacing:
-            return False
+        if self._has_ended:  # its finals are made: one that comes back is another handle's
+            return True
         # Roles end on their own within orphan_grace_s, and may deliver until then.
-        return not self._segment.has_roles()
+        if not self._is_alone():
+            self._alone_since = None
+            return False
+        if self._keeper is not None:
+            self._has_ended = self._keeper.has_given_up
+            return self._has_ended
+        # Who runs `tokenpipe serve` may start it again, and it takes this pipeline over.
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        self._has_ended = now - self._alone_since >= self.config.orphan_grace_s
+        return self._has_ended
+
+    def _is_alone(self) -> bool:
+        return not self._segment.is_locked(LOCK_COORDINATOR) and not self._segment.has_roles()
 
     def _raise_if_gone(self) -> None:
         if self._is_over():
@@ -520,7 +533,8 @@ class Pipeline:
         """Returns state, role at fault and reason, as GET /health shows them."""
         self._raise_if_closed()
         verdict = judge(self._segment, self._view)
-        if self._is_over() and verdict.state is not PipelineState.STOPPED:
+        is_lost = self._is_over() or (self._keeper is None and self._is_alone())
+        if is_lost and verdict.state is not PipelineState.STOPPED:
             return {"state": "failed", "role": "coordinator", "reason": self._why_gone()}
         return {
             "state": verdict.state.name.lower(),

@@ -32,6 +32,7 @@ from tokenpipe.commands import (
     ReplyStatus,
 )
 from tokenpipe.config import PipelineConfig
+from tokenpipe.errors import QueueError
 
 _log = logging.getLogger("tokenpipe.resources")
 
@@ -65,6 +66,12 @@ class Live:
     """Source sequence + 1 of the last step that showed the ended row empty."""
     quarantined_from: int | None = None
     """Its deadline has passed; a step from here on that shows it empty frees it."""
+    barrier: int = 0
+    """Its quarantine is over once the queue has passed this, and what was sent behind it."""
+    passed_at: int | None = None
+    """Steps received when that barrier was seen to have passed."""
+    rests: int = 0
+    """How often in turn the queue was at rest since then."""
 
 
 @dataclass
@@ -600,7 +607,10 @@ class Resources:
         for row in overdue:
             live = self._live[row]
             if live.quarantined_from is not None:  # and nothing has shown it empty
-                self._release(row, live.generation)
+                if self._may_leave_quarantine(live):
+                    self._release(row, live.generation)
+                else:
+                    self._time(row, live, self._config.heartbeat_interval_s)
                 continue
             self.totals.reclaimed_by_timeout += 1
             self._warn(live)
@@ -615,6 +625,29 @@ class Resources:
                 self._time(row, live, self._config.quarantine_s)
             else:
                 self._release(row, live.generation)
+
+    def _may_leave_quarantine(self, live: Live) -> bool:
+        """Whether what the engine had sent for the row by the end of its time has been received.
+
+        Time alone would not do: while the reader stands still, the engine's last message may wait
+        in front of a full queue, and a barrier of a newcomer would pass it.
+        """
+        if not self._is_queue:
+            return True
+        live.barrier = live.barrier or self._book.send_barrier()
+        if not live.barrier or not self._book.has_passed(live.barrier):
+            return False
+        received = _native.published(self._source)
+        if live.passed_at is None:
+            live.passed_at = received
+        live.rests = live.rests + 1 if self._is_at_rest() else 0
+        return received > live.passed_at or live.rests > 1
+
+    def _is_at_rest(self) -> bool:
+        try:
+            return _native.is_at_rest(self._source)
+        except QueueError:  # removed by somebody: nothing is in it
+            return True
 
     def _warn(self, live: Live) -> None:
         if time.monotonic() - self._warned >= _WARN_EVERY_S:

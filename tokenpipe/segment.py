@@ -86,14 +86,27 @@ class Identity:
         return cls(os.getpid(), start_time(os.getpid()) or 0, namespace, boot_id)
 
 
-def start_time(pid: int) -> int | None:
-    """Returns when the process started (clock ticks since boot), None when there is none."""
+def _stat(pid: int) -> list[bytes] | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
-            # The command name, in brackets, may hold anything; the fields behind it are numbers.
-            return int(f.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError):
+            # The command name, in brackets, may hold anything; the fields behind it are plain.
+            return f.read().rpartition(b")")[2].split()
+    except OSError:
         return None
+
+
+def start_time(pid: int) -> int | None:
+    """Returns when the process started (clock ticks since boot), None when there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields is not None and len(fields) > 19 else None
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Returns whether the process that began at `start` runs: a zombie has ended."""
+    fields = _stat(pid)
+    if fields is None or len(fields) <= 19:
+        return False
+    return int(fields[19]) == start and fields[0] not in (b"Z", b"X")
 
 
 class Mapping:

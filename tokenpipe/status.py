@@ -279,7 +279,8 @@ def status_of(segment: Segment) -> dict[str, Any]:
         if index == 1 and int(view.source["reader_bell"]["waiting"]):
             entry["waits_for"] = WAITS[1]  # it sleeps on the source's bell
         if index:
-            entry["progress_age_s"] = round(_age_s(now, role["progress_ns"]), 3)
+            moved = int(role["progress_ns"])
+            entry["progress_age_s"] = round(_age_s(now, moved), 3) if moved else None
         if index >= 2:
             commit = commits[index - 2]
             entry["cursor"] = int(commit["slots_done"])

@@ -480,12 +480,16 @@ class EngineWriter:
                 continue
             now = time.monotonic()
             alone_since = now if alone_since is None else alone_since
-            if not self._may_come_back() or now - alone_since > _GONE_AFTER_S:
+            if now - alone_since > self._patience_s:
                 raise PipelineGoneError(self._segment.name, "its coordinator has died")
 
-    def _may_come_back(self) -> bool:
-        """Whether somebody is there who replaces a coordinator that was killed with its roles."""
-        return self._writer.is_owned and self._segment.is_locked(LOCK_CLIENT)
+    @property
+    def _patience_s(self) -> float:
+        """How long somebody may still bring back a pipeline that was killed with its roles: an
+        owner that lives, or who runs `tokenpipe serve`."""
+        if not self._writer.is_owned:
+            return self._writer.grace_s
+        return _GONE_AFTER_S if self._segment.is_locked(LOCK_CLIENT) else 0.0
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:

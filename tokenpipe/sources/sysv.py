@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from tokenpipe import _native
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import QueueLimitError, QueueTakenError
-from tokenpipe.segment import Identity, Segment, live_configs, start_time
+from tokenpipe.segment import Identity, Segment, is_running, live_configs, start_time
 
 _log = logging.getLogger("tokenpipe.sources.sysv")
 
@@ -57,14 +57,17 @@ class SysvSource:
 
     def _look_at_sender(self) -> None:
         """Whose death ends the running requests: the last sender that is not our coordinator."""
-        now, known = time.monotonic(), _native.writer_pid(self._segment.source)
+        source, now = self._segment.source, time.monotonic()
+        known, start = _native.writer(source)
         if known and now - self._looked < self._config.heartbeat_interval_s:
             return
         self._looked = now
         pid = self._reader.last_sender
-        if pid in (0, known, _native.role_pid(self._segment.core, 0)):
+        if pid in (0, known) or _native.is_our_sender(self._segment.core, source, pid):
             return
-        _native.announce_writer(self._segment.source, pid, start_time(pid) or 0)
+        if known and not is_running(known, start):
+            return  # its requests have to end first: the coordinator forgets it then
+        _native.announce_writer(source, pid, start_time(pid) or 0)
 
     def _warn_of_length(self) -> None:
         self._num_too_long = self._reader.num_too_long
@@ -100,16 +103,18 @@ def prepared_queue(segment: Segment) -> Iterator[None]:
     key = queue_key(config)
     _refuse_a_second_reader(segment, key)
     _check_limits(config)
+    if segment.is_adopted:  # its reader sees to the queue
+        try:
+            yield
+        finally:
+            _native.remove_queue(segment.source)
+        return
     queue = _native.Queue(key)
     try:
         _make_room(config, queue)
-        leftovers = 0
-        if not segment.is_adopted:
-            _warn_of_another_reader(queue)
-            leftovers = _look_at_leftovers(config, queue)
-            _native.set_queue(segment.source, key, queue.id, queue.is_created, leftovers)
-        elif queue.is_created:  # the predecessor's was removed by somebody
-            _native.set_queue(segment.source, key, queue.id, True, 0)
+        _warn_of_another_reader(queue)
+        leftovers = _look_at_leftovers(config, queue)
+        _native.set_queue(segment.source, key, queue.id, queue.is_created, leftovers)
         yield
     finally:
         if not _native.remove_queue(segment.source) and queue.is_created:
