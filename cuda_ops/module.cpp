@@ -337,6 +337,7 @@ void format_core(const py::buffer &memory, const py::dict &sizes, const py::dict
   header.options.enable_draft_logprob = options["enable_draft_logprob"].cast<uint32_t>();
   header.options.num_speculative_tokens = options["num_speculative_tokens"].cast<uint32_t>();
   header.options.source = options["source"].cast<uint32_t>();
+  header.options.report_acknowledgements = options["report_acknowledgements"].cast<uint32_t>();
   header.slot_bytes = tp::slot_bytes(header.sizes);
   header.frame_bytes = tp::frame_bytes(header.sizes);
   header.wall_offset_ns = static_cast<uint64_t>(wall_offset_ns);
@@ -1113,7 +1114,7 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        block_size, max_eos_ids, max_request_id_bytes, max_pooling_floats,
                        raw_bytes);
   PYBIND11_NUMPY_DTYPE(tp_options, role, internal_adapter, enable_draft_logprob,
-                       num_speculative_tokens, source, pad_);
+                       num_speculative_tokens, source, report_acknowledgements);
   PYBIND11_NUMPY_DTYPE(tp_header, magic, version, total_bytes, sizes, options, slot_bytes,
                        frame_bytes, wall_offset_ns, owner_start, owner_pid, owner_namespace,
                        boot_id, state, state_role, state_since_ns, health_port, accepting,

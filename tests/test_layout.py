@@ -40,6 +40,7 @@ DIGESTS = {
     7: "6c4255b484f6af5140144b1b0ac048e39f47d96529c48d203cb27476bc66cda0",
     8: "4b888134f53cb755c76d375d4f98907a735343df008ca7c24929ed331a5ed275",
     9: "fe82263f5f600434b328beebaafdab8f5e84e784794d548f2257cdc03c67e316",
+    10: "f94029288790e8556a7a23876993f9e3c0cdb9d7deda0a3289b4a4939a06a6d4",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
