@@ -35,7 +35,7 @@ FLOORS = (
     ("streams",),
     ("coordinator", "pipeline"),
     ("__init__",),
-    ("demo",),
+    ("demo", "fastdeploy"),
     ("cli",),
     ("__main__",),
 )
