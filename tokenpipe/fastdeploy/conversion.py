@@ -11,7 +11,7 @@ from typing import Any
 from tokenpipe.commands import FinishReason
 from tokenpipe.fastdeploy.host import Host
 from tokenpipe.objects import ERRORS
-from tokenpipe.outputs import OutputBatch
+from tokenpipe.outputs import TARGET, OutputBatch
 from tokenpipe.records import SpeculateMetrics
 
 
@@ -49,13 +49,13 @@ class Converter:
         self._make = host.RequestOutput
         self._make_completion = host.CompletionOutput
         self._make_lists = host.LogprobsLists
-        self._copy: Callable[[Any], Any] | None = None
-
-    def copy_metrics(self, metrics: Any) -> Any:
+        self.copy_metrics: Callable[[Any], Any] = self._first_copy
         """Returns a shallow copy of a task's RequestMetrics."""
-        if self._copy is None:
-            self._copy = copier(metrics)
-        return self._copy(metrics)
+
+    def _first_copy(self, metrics: Any) -> Any:
+        """How they are copied best is known when there are some."""
+        self.copy_metrics = copier(metrics)
+        return self.copy_metrics(metrics)
 
     def output(
         self, task: Any, row: int, send_idx: int, token_ids: list[int], metrics: Any, kind: int
@@ -69,7 +69,8 @@ class Converter:
             finished=False,
             metrics=metrics,
         )
-        made.output_type = kind
+        if kind != TARGET:
+            made.output_type = kind
         made.prompt_token_ids_len = task.prompt_token_ids_len
         made.num_cached_tokens = task.num_cached_tokens
         made.ic_req_data = task.ic_req_data

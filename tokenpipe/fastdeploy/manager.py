@@ -23,15 +23,6 @@ class Manager:
         self._can_cache_outputs = can_cache_outputs
         self._lock = getattr(manager, "lock", None) or contextlib.nullcontext()
 
-    @property
-    def inner(self) -> Any:
-        """FastDeploy's own object."""
-        return self._manager
-
-    def is_stopped(self, row: int) -> bool:
-        """Whether the manager counts the row as free."""
-        return bool(self._manager.stop_flags[row])
-
     def to_be_let_go(self, request_id: str) -> tuple[bool, bool]:
         """Returns whether a request is being aborted, and whether it is being preempted."""
         with self._lock:

@@ -26,7 +26,7 @@ from tokenpipe.fastdeploy.manager import Manager
 from tokenpipe.fastdeploy.rows import Life, Rows, TasksList
 from tokenpipe.fastdeploy.settings import config_of
 from tokenpipe.fastdeploy.telling import Telling
-from tokenpipe.outputs import OutputBatch
+from tokenpipe.outputs import TARGET, OutputBatch
 from tokenpipe.pipeline import Pipeline
 
 _log = logging.getLogger("tokenpipe.fastdeploy")
@@ -46,10 +46,15 @@ _NOBODY: frozenset[str] = frozenset()
 class _Step:
     """What is told of a step as a whole."""
 
-    __slots__ = ("counts", "decode_tokens", "gap_counts", "gaps", "now", "num_tokens", "shielded")
+    __slots__ = (
+        *("counts", "decode_tokens", "gap_counts", "gaps", "now", "num_tokens", "shielded"),
+        "stop_flags",
+    )
 
-    def __init__(self, shielded: frozenset[str]) -> None:
+    def __init__(self, stop_flags: Any, shielded: frozenset[str]) -> None:
         self.now = time.time()
+        self.stop_flags = stop_flags
+        """The manager's own, as they change: a row whose flag is set is free."""
         self.shielded = shielded
         self.gaps: list[float] = []
         self.gap_counts: list[int] = []
@@ -296,10 +301,14 @@ class TokenProcessor:
     def _handle(self, batch: OutputBatch) -> None:
         columns = Columns(batch)
         is_shielding = self._role == "decode" and self._host.is_v1
-        step = _Step(self._manager.shielded() if is_shielding else _NOBODY)
+        shielded = self._manager.shielded() if is_shielding else _NOBODY
+        step = _Step(self.resource_manager.stop_flags, shielded)
         results = []
+        current, generations = self._rows.current, columns.generations
         for i, row in enumerate(columns.rows):
-            life = self._rows.find(row, columns.generations[i])
+            life = current[row]
+            if life is None or life.generation != generations[i]:
+                life = self._rows.find(row, generations[i])
             if life is None:
                 self.num_unadmitted_rows += 1
                 continue
@@ -329,7 +338,7 @@ class TokenProcessor:
         task, reason = life.task, columns.reasons[i]
         if reason in _OF_MARKS:
             return self._ended(life, FinishReason(reason))
-        if self._manager.is_stopped(life.row) or task.request_id in step.shielded:
+        if step.stop_flags[life.row] or task.request_id in step.shielded:
             self.num_dropped_rows += 1
             if reason not in (FinishReason.NONE, ACKNOWLEDGED):
                 self._rows.end(life)
@@ -473,7 +482,7 @@ class TokenProcessor:
         if life.dropped_at is not None and not life.is_aborted:
             return None
         made = converter.output(
-            task, life.row, before, [], converter.copy_metrics(task.metrics), _TARGET
+            task, life.row, before, [], converter.copy_metrics(task.metrics), TARGET
         )
         converter.set_end(made, reason)
         if not life.is_aborted:
@@ -525,9 +534,6 @@ class TokenProcessor:
                     self.cached_generated_tokens.put_results([result])
                 except Exception:
                     self._host.say(logging.ERROR, "an output of %r is lost", result.request_id)
-
-
-_TARGET = 3
 
 
 def _is_decode_stage(task: Any) -> bool:
