@@ -451,6 +451,8 @@ def test_a_requests_stamps_events_and_metrics(plain: Driven) -> None:
     names += "request_generation_tokens"
     before = {n: len(getattr(metrics, n).observed) for n in names.split()}
     tokens, ended = metrics.generation_tokens_total.value, metrics.request_success_total.value
+    gauges = (metrics.num_requests_running, metrics.batch_size, metrics.available_gpu_block_num)
+    set_before = [g.value for g in gauges]
     task = plain.admit(0, "a_b", trace_carrier={"c": 1})
     outputs = plain.step(*(peer.plain([t]) for t in (5, 6, 7, 2)))
     new = {n: getattr(metrics, n).observed[count:] for n, count in before.items()}
@@ -476,7 +478,10 @@ def test_a_requests_stamps_events_and_metrics(plain: Driven) -> None:
         task.metrics.engine_recv_first_token_time
     ] * 4
     latest = [o.metrics.engine_recv_latest_token_time for o in outputs]
-    assert latest == sorted(latest), "each output has a copy of its own"
+    assert latest == sorted(latest)
+    copies = [*(o.metrics for o in outputs), task.metrics]
+    assert len({id(m) for m in copies}) == 5, "each output has a copy of its own"
+    assert [g.value for g in gauges] == set_before, "V1's manager sets them"
     assert all(o.metrics.first_token_time is not None for o in outputs)
     assert task.last_token_time is not None
 
