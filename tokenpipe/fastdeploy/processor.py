@@ -509,7 +509,8 @@ class TokenProcessor:
     def _handed_over(self, life: Life, result: Any, answer: str) -> None:
         """Gives back the row of a first token that was handed on; in the hand-over's thread."""
         try:
-            self._pipe.prefill_done(life.task.request_id, answer)
+            if life.admission is not None:
+                self._pipe.prefill_done(life.admission.request_id, answer)
         except TokenpipeError as error:
             _log.error("request %r: %s", life.task.request_id, error)
         self._recycle(life)
