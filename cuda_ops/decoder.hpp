@@ -141,7 +141,7 @@ private:
   }
 
   [[nodiscard]] static bool ends(uint32_t mark) noexcept {
-    return mark != TP_FINISH_NONE && mark != TP_MARK_SHIELD;
+    return mark != TP_FINISH_NONE && mark != TP_MARK_SHIELD && mark != TP_OUTPUT_ACKNOWLEDGED;
   }
 
   // TP_FINISH_* of the mark that ends generation `generation` of row i at source sequence `at`.
@@ -360,7 +360,7 @@ private:
     if (options_.enable_draft_logprob && slot.message_flag == TP_MESSAGE_TARGET)
       forget_target(row.index);
     if (row.state == TP_ROW_ACKNOWLEDGED)
-      acknowledge(row, slot.source_sequence);
+      acknowledge(slot, row);
     else if (row.state == TP_ROW_NONE)
       note_idle(slot, row.index);
     else if (state_[row.index].terminal != TP_FINISH_NONE ||
@@ -431,9 +431,13 @@ private:
     change(i);
   }
 
-  // Only what was saved after the engine had been told is its answer.
-  void acknowledge(const SlotRow &row, uint64_t at) noexcept {
-    if (at < get(core_.admission(row_number(row.index)).acknowledge_from))
+  // Only what was saved after the engine had been told is its answer. A client whose scheduler
+  // tells the engine itself hears of every one of a row that runs.
+  void acknowledge(const tp_step &slot, const SlotRow &row) noexcept {
+    if (options_.report_acknowledgements && has_outputs(slot) &&
+        state_[row.index].terminal == TP_FINISH_NONE && rows_[row.index].mark == TP_FINISH_NONE)
+      push({row.index, state_[row.index].emitted, row.first, 0, TP_OUTPUT_ACKNOWLEDGED});
+    if (slot.source_sequence < get(core_.admission(row_number(row.index)).acknowledge_from))
       return;
     tp_progress &p = state_[row.index];
     p.acknowledged = row.generation;
@@ -721,7 +725,7 @@ private:
       reasons[i] = static_cast<uint8_t>(out.reason);
       first_token[i] = state_[out.index].first_token_ns;
       offset += out.num_tokens;
-      if (out.reason == TP_FINISH_NONE)
+      if (!ends(out.reason))
         continue;
       const Row &r = rows_[out.index];
       const tp_progress &p = state_[out.index];

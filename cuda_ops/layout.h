@@ -112,6 +112,10 @@ enum {
   TP_FINISH_SHUTDOWN = 6,
 };
 
+/* No end, beside them in a frame's finish_reason: the engine has let go of the row. Such a row has
+ * no tokens; only with tp_options.report_acknowledgements. */
+enum { TP_OUTPUT_ACKNOWLEDGED = 32 };
+
 /* A mark that ends nothing: a decode instance's row is shielded, its tokens are not delivered. */
 enum { TP_MARK_SHIELD = 16 };
 
@@ -192,12 +196,12 @@ TP_ASSERT_SIZE(tp_sizes, 56);
 
 /* What a decoder must know of the configuration beside the sizes. */
 typedef struct {
-  uint32_t role;                   /* TP_ENGINE_* */
-  uint32_t internal_adapter;       /* end tokens are not delivered */
-  uint32_t enable_draft_logprob;   /* steps of drafts are delivered, else dropped */
-  uint32_t num_speculative_tokens; /* drafts per row and step, for the statistics */
-  uint32_t source;                 /* TP_SOURCE_* */
-  uint32_t pad_;
+  uint32_t role;                    /* TP_ENGINE_* */
+  uint32_t internal_adapter;        /* end tokens are not delivered */
+  uint32_t enable_draft_logprob;    /* steps of drafts are delivered, else dropped */
+  uint32_t num_speculative_tokens;  /* drafts per row and step, for the statistics */
+  uint32_t source;                  /* TP_SOURCE_* */
+  uint32_t report_acknowledgements; /* the client hears when the engine lets go of a row */
 } tp_options;
 TP_ASSERT_SIZE(tp_options, 24);
 

@@ -120,7 +120,15 @@ class _NoMessage(BaseException):
 class Seed:
     """The loaded seed: its module and the stand-ins it sees."""
 
-    def __init__(self, shared: Path) -> None:
+    def __init__(
+        self,
+        shared: Path,
+        ops: dict[str, Any] | None = None,
+        prom: str = "off",
+        cheap_repr: bool = True,
+    ) -> None:
+        """`ops`: what receives, instead of a SeedProcessor's messages; `prom`, `cheap_repr`: how
+        real the stand-ins' metrics and debug strings are."""
         text = next(iter(sorted((shared / "seed").glob("*.txt"))))
         self.turn: SeedProcessor | None = None
         with _imports({}) as modules:
@@ -128,10 +136,10 @@ class Seed:
             _stand_in("paddle", full=_full, device=SimpleNamespace(set_device=lambda _name: None))
             _stand_in("zmq", PULL=7)
             standins = _load("seed_standins", shared / "bench" / "standins.py")
-            standins.install(prom="off", cheap_repr=True)
+            standins.install(prom=prom, cheap_repr=cheap_repr)
             logging.raiseExceptions = raises
-            ops = dict.fromkeys(_OPS.split(), self._receive)
-            standins._mod("fastdeploy.model_executor.ops.gpu", **ops)
+            every = {**dict.fromkeys(_OPS.split(), self._receive), **(ops or {})}
+            standins._mod("fastdeploy.model_executor.ops.gpu", **every)
             self.module = standins.load_seed(str(text))
             self.standins = standins
         self.modules = modules
@@ -171,12 +179,12 @@ class _InitSpeculative:
         self._metrics.spec_decode_draft_single_head_acceptance_rate = heads
 
 
-def find_seed() -> Seed | None:
-    """Loads the seed; None where it is not there."""
+def find_seed(**how: Any) -> Seed | None:
+    """Loads the seed, as Seed() does; None where it is not there."""
     beside = Path(__file__).resolve().parents[2] / "shared"
     for place in (os.environ.get(ENVIRONMENT), beside):
         if place and list((Path(place) / "seed").glob("*.txt")):
-            return Seed(Path(place))
+            return Seed(Path(place), **how)
     return None
 
 

@@ -67,6 +67,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "enable_draft_logprob": ("true", True),
     "draft_wait_s": ("0.5", 0.5),
     "internal_adapter": ("yes", True),
+    "report_acknowledgements": ("1", True),
     "metrics_prefix": ("", ""),
     "log_level": ("debug", "debug"),
 }
@@ -153,6 +154,7 @@ BAD: list[tuple[str, Any, tuple[str, ...]]] = [
     ("enable_draft_logprob", True, ("--speculative-method",)),
     ("enable_draft_logprob", 1, ("bool",)),
     ("internal_adapter", "true", ("bool",)),
+    ("report_acknowledgements", 1, ("bool",)),
     ("metrics_prefix", "fast deploy", ("prefix of a metric",)),
     ("metrics_prefix", "9a", ("prefix of a metric",)),
     ("health_host", 127, ("str",)),
@@ -193,6 +195,7 @@ PLAIN = st.fixed_dictionaries(
         "draft_wait_s": st.floats(0, 1e6),
         "role": st.sampled_from(["mixed", "prefill", "decode"]),
         "internal_adapter": st.booleans(),
+        "report_acknowledgements": st.booleans(),
         "metrics_prefix": st.from_regex(r"([a-zA-Z_:][a-zA-Z0-9_:]{,20}|)", fullmatch=True),
         "ring_bytes": st.integers(0, 3).map(lambda n: n * 10**9),
         "output_slots": st.integers(1, 10).map(lambda n: 2**n),
@@ -505,6 +508,7 @@ def test_the_options_are_the_decoders_part_of_the_configuration() -> None:
         "enable_draft_logprob": 0,
         "num_speculative_tokens": 1,
         "source": 0,
+        "report_acknowledgements": 0,
     }
 
 

@@ -34,6 +34,7 @@ from inprocess import InProcess
 import tokenpipe as tp
 from support import wait_until
 from tokenpipe import _native
+from tokenpipe import commands as commands_module
 from tokenpipe import resources as resources_module
 from tokenpipe.channel import CommandChannel
 from tokenpipe.commands import ANY_ROW, CommandKind, FinishReason, Phase, ReplyStatus
@@ -1046,6 +1047,57 @@ def test_what_a_dead_engine_had_handed_over_still_waits_for_the_cache() -> None:
         pipe.go()
         assert not pipe.is_back(a), "its blocks are still being sent"
         pipe.ask(CommandKind.PREFILL_DONE, row=a.row, generation=a.generation)
+        pipe.go()
+        assert pipe.is_back(a)
+
+
+@pytest.mark.parametrize("kind", [None, CommandKind.ABORT, CommandKind.CLEAR])
+def test_a_row_that_was_let_go_waits_for_no_acknowledgement(
+    pipe: Driven, kind: CommandKind | None
+) -> None:
+    a = pipe.begin("a", num_blocks=3)
+    if kind is not None:
+        pipe.ask(kind, id="a")
+        pipe.go()
+        assert not pipe.is_back(a)
+    here = {"row": a.row, "generation": a.generation}
+    other_life = pipe.ask(CommandKind.LET_GO, row=a.row, generation=a.generation + 1)
+    assert other_life.status is ReplyStatus.UNKNOWN
+    assert pipe.ask(CommandKind.LET_GO, **here).status is ReplyStatus.OK
+    pipe.go()
+    assert pipe.is_back(a)
+    assert pipe.ask(CommandKind.LET_GO, **here).status is ReplyStatus.UNKNOWN
+    assert pipe.begin("b", row=a.row).generation == a.generation + 1
+
+
+def test_a_successor_knows_that_a_row_was_let_go(pipe: Driven) -> None:
+    a = pipe.begin("a", num_blocks=3)
+    pipe.ask(CommandKind.LET_GO, row=a.row, generation=a.generation)
+    pipe.restart_coordinator()
+    pipe.go()
+    assert pipe.is_back(a)
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_client_hears_of_acknowledgements_where_it_wants_to(is_reported: bool) -> None:
+    with Driven(num_decoders=1, report_acknowledgements=is_reported) as pipe:
+        a, b = pipe.begin("a"), pipe.begin("b")
+        pipe.save((a.row, a.generation), (b.row, b.generation), tokens=[50, EOS])
+        step = pipe.writer.begin_step([a.generation, b.generation], rows=[a.row, b.row])
+        states = np.full(2, ACKNOWLEDGED, np.uint8)
+        pipe.writer.save_output(np.array([0, 0], np.int64), step=step, states=states)
+        pipe.pump()
+        told = [
+            (batch.row.tolist(), batch.finish_reason.tolist(), [o.finished for o in batch])
+            for batch in pipe.batches()
+        ]
+        expected = [([a.row, b.row], [0, FinishReason.STOP], [False, True])]
+        if is_reported:  # of the one that runs; the other has ended
+            expected.append(([a.row], [commands_module.ACKNOWLEDGED], [False]))
+        assert told == expected
+        assert not pipe.is_back(a), "it is no end"
+        pipe.save((a.row, a.generation), tokens=[EOS])
+        pipe.go()
         assert pipe.is_back(a)
 
 
@@ -1283,7 +1335,7 @@ def test_a_choice_that_nobody_logged_is_not_believed(
     assert pipe.resources.num_live == 1
 
 
-@pytest.mark.parametrize("kind", [0, 99, 77, 2**31])
+@pytest.mark.parametrize("kind", [0, max(CommandKind) + 1, 77, 2**31])
 def test_an_unknown_kind_of_command_is_answered(pipe: Driven, kind: int) -> None:
     assert pipe.ask(kind, id="a").status is ReplyStatus.BAD_COMMAND
     assert pipe.begin("a").status is ReplyStatus.OK

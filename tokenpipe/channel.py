@@ -58,9 +58,16 @@ class CommandChannel:
         self._left: set[int] = set(range(num_slots))
         self._collect()
 
-    def call(self, kind: CommandKind, timeout_s: float | None = None, **fields: Any) -> Reply:
+    def call(
+        self,
+        kind: CommandKind,
+        timeout_s: float | None = None,
+        while_waiting: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> Reply:
         """Posts a command and returns its reply. Blocks until then, or until the pipeline is gone
-        (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit)."""
+        (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit).
+        `while_waiting` is called every 0.2 s."""
         limit_s = _FOR_EVER_S if timeout_s is None else time_limit("timeout_s", timeout_s)
         deadline_s = time.monotonic() + limit_s
         slot = self._take(_RESERVED if kind in _WAITING else 0, deadline_s)
@@ -70,6 +77,8 @@ class CommandChannel:
             self._client.post(slot, kind, deadline_s=deadline_s, **fields)
             while not self._client.wait_for_reply(slot, _WAIT_S):
                 self._raise_if_gone()
+                if while_waiting is not None:
+                    while_waiting()
             status, row, generation, value, blocks = self._client.reply(slot)
         except BaseException:
             # The command may be done later: its slot must not be filled again before that.

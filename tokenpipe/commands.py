@@ -20,6 +20,7 @@ class CommandKind(IntEnum):
     PREFILL_DONE = 7
     CLEAR = 8
     SYNC = 9
+    LET_GO = 10
 
 
 class ReplyStatus(IntEnum):
@@ -51,6 +52,10 @@ class FinishReason(IntEnum):
     RECOVERY = 4
     ERROR = 5
     SHUTDOWN = 6
+
+
+ACKNOWLEDGED = 32
+"""In the same column, and no end: the engine has let go of the row (TP_OUTPUT_ACKNOWLEDGED)."""
 
 
 class Phase(IntEnum):

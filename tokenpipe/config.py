@@ -42,7 +42,8 @@ SYSV_OPS = {
 }
 """Ops that read FastDeploy's queue, and the variant of the message that each reads."""
 _SYSV_COLUMNS, _SYSV_DRAFT_TOKENS = 21, 6
-_SYSV_ROWS = {0: 512, 1: 512, 2: 256, 3: 512}
+SYSV_ROWS = {0: 512, 1: 512, 2: 256, 3: 512}
+"""Rows of a message of each variant."""
 _OTHER_VARIABLES = ("DEBUG", "DISABLE", "FAULT", "SANITIZE", "SHARED", "TEST_MARK")
 """Names behind the prefix that are no fields: of the build, the tests, an engine's integration."""
 _SERVICE_VARIABLE = re.compile(r"PORT|PORT_\d+_.*|SERVICE_.*")
@@ -203,6 +204,12 @@ class PipelineConfig:
         False, "engine", "leave end tokens out of the outputs, as FastDeploy's adapter wants it"
     )
 
+    report_acknowledgements: bool = _setting(
+        False,
+        "engine",
+        "tell the client when the engine lets go of a row: its scheduler acts by itself",
+    )
+
     metrics_prefix: str = _setting(
         "fastdeploy:", "logs", "prefix of the metrics that FastDeploy's dashboards know"
     )
@@ -358,7 +365,7 @@ class PipelineConfig:
             raise ConfigError("zmq_socket", path, why)
 
     def _check_sysv(self) -> None:
-        op, rows = self.sysv_op, _SYSV_ROWS[self.sysv_variant]
+        op, rows = self.sysv_op, SYSV_ROWS[self.sysv_variant]
         if not self.sysv_folder.startswith("/"):
             raise ConfigError("sysv_folder", self.sysv_folder, "must be an absolute path")
         if self.max_num_seqs > rows:
@@ -424,6 +431,7 @@ class PipelineConfig:
             "enable_draft_logprob": int(self.enable_draft_logprob),
             "num_speculative_tokens": self.num_speculative_tokens,
             "source": self.source_kind,
+            "report_acknowledgements": int(self.report_acknowledgements),
         }
 
     def plan(self) -> dict[str, int]:
@@ -501,6 +509,23 @@ class PipelineConfig:
                 values.pop(other, None)
         return cls(**values)
 
+    @classmethod
+    def with_environment(
+        cls,
+        fixed: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> PipelineConfig:
+        """Returns a configuration of values that an engine decides (`fixed`), else of the
+        environment, else of `defaults`, else of ours."""
+        environment = os.environ if environment is None else environment
+        values = dict(defaults)
+        for f in dataclasses.fields(cls):
+            text = environment.get(_ENVIRONMENT + f.name.upper())
+            if text is not None:
+                values[f.name] = _parsed(f.name, text, type(f.default))
+        return cls(**{**values, **fixed})
+
     def to_cli_args(self) -> list[str]:
         """Returns flags that give this configuration again, whatever the environment says."""
         args = []
@@ -573,6 +598,11 @@ def fault_of(role: str, epoch: int) -> tuple[str, int, int] | None:
 def cuda_library() -> str:
     """Returns the name of the CUDA driver's library; TOKENPIPE_CUDA_LIBRARY names another."""
     return os.environ.get(_ENVIRONMENT + "CUDA_LIBRARY", "libcuda.so.1")
+
+
+def is_plugin_disabled() -> bool:
+    """Whether TOKENPIPE_DISABLE asks for FastDeploy's own token processor. Raises ConfigError."""
+    return bool(_parsed("disable", os.environ.get(_ENVIRONMENT + "DISABLE", "0"), bool))
 
 
 def usable_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> float:

@@ -16,7 +16,7 @@ _log = logging.getLogger("tokenpipe.handover")
 
 SENT = "finished"
 """The cache sender's word for success; any other is shown in the error."""
-_FAILED = 501
+FAILED = 501
 
 FirstTokenSink = Callable[[Mapping[str, Any], list[RequestOutput]], None]
 
@@ -116,7 +116,7 @@ class Handover:
 
     def _hand_on(self, request: Request, output: RequestOutput, answer: str) -> None:
         if answer != SENT:
-            output.error_code = _FAILED
+            output.error_code = FAILED
             output.error_msg = f"{request.request_id} failed to {answer}"
         if output.metrics is not None:
             output.metrics.send_request_output_to_decode_time = time.time()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpipe import _native
-from tokenpipe.commands import FinishReason
+from tokenpipe.commands import ACKNOWLEDGED, FinishReason
 from tokenpipe.config import PipelineConfig
 from tokenpipe.outputs import OutputBatch
 from tokenpipe.records import (
@@ -20,7 +20,7 @@ from tokenpipe.requests import Request
 
 RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
 GAP_TEXT = "source_gap: the reader was replaced, and outputs may have been lost with it"
-_ERRORS: dict[FinishReason, tuple[int, str | None]] = {
+ERRORS: dict[FinishReason, tuple[int, str | None]] = {
     FinishReason.ABORT: (200, "Aborted"),
     FinishReason.RECOVERY: (200, RECOVERY_TEXT),
     FinishReason.ERROR: (500, "the request ended by an error of the pipeline or the engine"),
@@ -28,7 +28,7 @@ _ERRORS: dict[FinishReason, tuple[int, str | None]] = {
 }
 _GOES_ON = RequestOutput("", CompletionOutput(0, 0, []), finished=False)
 """What every output begins as; what differs from it is set."""
-_REASONS = tuple(FinishReason)
+_REASONS = {**{int(reason): reason for reason in FinishReason}, ACKNOWLEDGED: FinishReason.NONE}
 """By value: a look-up where the class would be called for every row."""
 _WITH_A_RESULT = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.RECOVERY)
 _WITH_TOKENS = (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH)
@@ -116,7 +116,7 @@ class ObjectMaker:
             made.num_input_video_tokens = media.get("num_input_video_tokens", 0)
         if reason is not FinishReason.NONE:
             made.finished, made.finish_reason = True, reason.name.lower()
-            made.error_code, made.error_msg = _ERRORS.get(reason, (200, None))
+            made.error_code, made.error_msg = ERRORS.get(reason, (200, None))
             if batch.is_gap and reason is FinishReason.ERROR:
                 made.error_msg = GAP_TEXT
             made.trace_carrier = request.trace_carrier

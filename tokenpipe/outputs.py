@@ -146,7 +146,8 @@ class OutputBatch:
 
     @cached_property
     def finish_reason(self) -> Array:
-        """uint8 [n]: FinishReason, 0 while the request goes on."""
+        """uint8 [n]: FinishReason, 0 while the request goes on; with report_acknowledgements also
+        ACKNOWLEDGED, of a row without tokens that the engine has let go of."""
         return self._column(4, np.uint8, self.num_rows)
 
     @cached_property

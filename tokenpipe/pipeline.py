@@ -213,15 +213,22 @@ class Pipeline:
     # -------------------------------------------------------------- requests
 
     def submit(
-        self, request: Request, *, timeout_s: float | None = None, row: int | None = None
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None = None,
+        row: int | None = None,
+        while_waiting: Callable[[], None] | None = None,
     ) -> Admission:
         """Gives the request a row; first come, first served.
 
         Blocks until a row (and its blocks) is free: for `timeout_s` at most, None for ever, 0 not
         at all. `row`: the one that the engine's scheduler has chosen; waits for its former
         request's end. When it returns, every decoder sees the admission before any token saved
-        afterwards. Raises InvalidRequestError, DuplicateRequestError, NoFreeRowError, RowBusyError,
-        NotEnoughBlocksError, RequestAbortedError, DrainingError, PipelineGoneError.
+        afterwards. `while_waiting` is called now and then meanwhile, for a caller whose own lock
+        keeps its reading thread from making room. Raises InvalidRequestError,
+        DuplicateRequestError, NoFreeRowError, RowBusyError, NotEnoughBlocksError,
+        RequestAbortedError, DrainingError, PipelineGoneError.
         """
         self._raise_if_gone()
         request.check(self.config)
@@ -239,6 +246,7 @@ class Pipeline:
             reply = self._channel.call(
                 CommandKind.SUBMIT,
                 timeout_s,
+                while_waiting,
                 id=request.request_id,
                 eos=[int(t) for t in request.eos_token_ids],
                 row=ANY_ROW if row is None else row,
@@ -325,6 +333,17 @@ class Pipeline:
         if not fits(request_id, self.config):
             return False  # submit() refuses such an id
         return self._channel.call(kind, id=request_id).status is ReplyStatus.OK
+
+    def let_go(self, admission: Admission) -> bool:
+        """Tells that the engine has let go of a request that its own scheduler took away.
+
+        It is ended like an abort, unless it has ended already, and its row comes back without an
+        acknowledgement. Blocks for the coordinator's answer only. Returns False when that life of
+        the row is over.
+        """
+        row, generation = admission.row, admission.generation
+        reply = self._channel.call(CommandKind.LET_GO, row=row, generation=generation)
+        return reply.status is ReplyStatus.OK
 
     def preempt(self, ids: str | Iterable[str] | None = None) -> dict[str, bool]:
         """Asks the engine to let go of running requests for a while: one id, many, or all (None).

@@ -6,8 +6,8 @@ level-triggered, so that calling it again does nothing. What an end waits for:
     stop, length, recovery, shutdown    nothing: the row and its blocks come back at once
     abort, error                        the engine's acknowledgement (state 3), or
     `abort_timeout_s`;
-                                        nothing when the row is preempted, or the engine is dead: it
-                                        has let go of it
+                                        nothing when the row is preempted, let_go() was called, or
+                                        the engine is dead: it has let go of it
     stop of a prefill instance          prefill_done(), or `prefill_timeout_s`
 """
 
@@ -151,6 +151,7 @@ class Resources:
             CommandKind.CLEAR: self._clear,
             CommandKind.DRAIN: self._drain,
             CommandKind.SYNC: self._sync,
+            CommandKind.LET_GO: self._let_go,
         }
         self._waiting: tuple[Mapping[int, object], ...] = (
             *(self._submits, self._growths, self._resumes, self._drains, self._syncs),
@@ -375,6 +376,22 @@ class Resources:
         if row is not None:
             self.end(row, FinishReason.ABORT)
             self._book.reply(slot, ReplyStatus.OK, row, self._live[row].generation)
+
+    def _let_go(self, slot: int, command: dict[str, Any]) -> None:
+        """The client's scheduler knows that the engine runs this life of the row no more."""
+        self.sweep()  # whether it has ended decides what there is to do
+        row, generation = command["row"], command["generation"]
+        live = self._live.get(row)
+        if live is None or live.generation != generation:
+            self._book.reply(slot, ReplyStatus.UNKNOWN)
+            return
+        live.phase = Phase.PREEMPTED
+        self._book.set_preempted(row)
+        if live.terminal is FinishReason.NONE:
+            self.end(row, FinishReason.ABORT)
+        elif live.terminal in _NEEDS_ACKNOWLEDGEMENT:
+            self._release(row, generation)
+        self._book.reply(slot, ReplyStatus.OK, row, generation)
 
     def end(self, row: int, reason: FinishReason) -> None:
         """Marks a row for its decoder to end, and tells the engine's scheduler."""

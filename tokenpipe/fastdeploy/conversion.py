@@ -1,0 +1,140 @@
+"""Rows of a batch to FastDeploy's RequestOutput: one pass over plain lists, no deep copies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from tokenpipe.commands import FinishReason
+from tokenpipe.fastdeploy.host import Host
+from tokenpipe.objects import ERRORS
+from tokenpipe.outputs import TARGET, OutputBatch
+from tokenpipe.records import SpeculateMetrics
+
+
+class Columns:
+    """The columns of a batch as Python's own lists."""
+
+    __slots__ = (
+        *("batch", "draft_offsets", "drafts", "generations", "ids", "logprobs", "offsets", "ranks"),
+        *("reasons", "rows", "tokens", "width"),
+    )
+
+    def __init__(self, batch: OutputBatch) -> None:
+        self.batch = batch
+        self.rows: list[int] = batch.row.tolist()
+        self.generations: list[int] = batch.generation.tolist()
+        self.reasons: list[int] = batch.finish_reason.tolist()
+        self.offsets: list[int] = batch.token_offsets.tolist()
+        self.tokens: list[int] = batch.token_ids.tolist()
+        self.width = batch.width
+        if self.width:
+            self.ids: list[list[int]] = batch.topk_ids.tolist()
+            self.logprobs: list[list[float]] = batch.topk_logprobs.tolist()
+            self.ranks: list[int] = batch.ranks.tolist()
+        self.drafts: list[int] = []
+        if batch.num_drafts:
+            self.draft_offsets: list[int] = batch.draft_offsets.tolist()
+            self.drafts = batch.draft_token_ids.tolist()
+
+
+class Converter:
+    """Makes the outputs of one FastDeploy version."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._make = host.RequestOutput
+        self._make_completion = host.CompletionOutput
+        self._make_lists = host.LogprobsLists
+        self.copy_metrics: Callable[[Any], Any] = self._first_copy
+        """Returns a shallow copy of a task's RequestMetrics."""
+
+    def _first_copy(self, metrics: Any) -> Any:
+        """How they are copied best is known when there are some."""
+        self.copy_metrics = copier(metrics)
+        return self.copy_metrics(metrics)
+
+    def output(
+        self, task: Any, row: int, send_idx: int, token_ids: list[int], metrics: Any, kind: int
+    ) -> Any:
+        """Returns a RequestOutput of one row; `kind` is its output_type."""
+        made = self._make(
+            request_id=task.request_id,
+            outputs=self._make_completion(
+                index=row, send_idx=send_idx, token_ids=token_ids, draft_token_ids=[]
+            ),
+            finished=False,
+            metrics=metrics,
+        )
+        if kind != TARGET:
+            made.output_type = kind
+        made.prompt_token_ids_len = task.prompt_token_ids_len
+        made.num_cached_tokens = task.num_cached_tokens
+        made.ic_req_data = task.ic_req_data
+        media = task.multimodal_inputs
+        if media:
+            made.num_input_image_tokens = media.get("num_input_image_tokens", 0)
+            made.num_input_video_tokens = media.get("num_input_video_tokens", 0)
+        if send_idx == 0 and token_ids and task.messages is not None:
+            made.prompt = task.messages
+        return made
+
+    def add_candidates(self, made: Any, columns: Columns, i: int, begin: int, end: int) -> None:
+        """Adds the candidates of tokens `begin` to `end`, and those of row i's drafts."""
+        outputs = made.outputs
+        if columns.width and end > begin:
+            logprobs = columns.logprobs[begin:end]
+            outputs.logprob = logprobs[-1][0]
+            outputs.top_logprobs = self._make_lists(
+                columns.ids[begin:end], logprobs, columns.ranks[begin:end]
+            )
+        if columns.batch.drafts is not None:
+            found = columns.batch.drafts.of(i)
+            if found is not None:
+                outputs.draft_top_logprobs = self._make_lists(*found)
+
+    @staticmethod
+    def add_drafts(made: Any, columns: Columns, i: int) -> None:
+        """Adds a prefill instance's first token and its drafts."""
+        begin, end = columns.draft_offsets[i : i + 2]
+        made.outputs.draft_token_ids = columns.drafts[begin:end]
+
+    def add_speculation(self, made: Any, columns: Columns, i: int, num_drafts: int) -> Any:
+        """Adds how well the request's drafts were accepted; returns it, None where it drafted
+        nothing."""
+        for final in columns.batch.finals:
+            if int(final["index"]) == i:
+                found = SpeculateMetrics.of(
+                    final["heads"].tolist(), int(final["spec_steps"]), num_drafts
+                )
+                fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+                made.metrics.speculate_metrics = self._host.SpeculateMetrics(**fields)
+                return found
+        return None
+
+    @staticmethod
+    def set_end(made: Any, reason: FinishReason) -> None:
+        """Says of an output that it is the last one, and why."""
+        made.finished = True
+        made.error_code, made.error_msg = ERRORS.get(reason, (200, None))
+
+
+def copier(example: Any) -> Callable[[Any], Any]:
+    """Returns the fastest shallow copy of objects like `example`."""
+    kind: Any = type(example)
+    if hasattr(example, "__dict__"):
+
+        def copied(found: Any) -> Any:
+            new = kind.__new__(kind)
+            new.__dict__.update(found.__dict__)
+            return new
+
+        return copy.copy if hasattr(kind, "__slots__") else copied
+    fields = dataclasses.fields(example) if dataclasses.is_dataclass(example) else ()
+    if len(fields) < 2 or not all(f.init and not f.kw_only for f in fields):
+        return copy.copy
+    values = attrgetter(*(f.name for f in fields))
+    return lambda found: kind(*values(found))
