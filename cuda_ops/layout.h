@@ -548,7 +548,7 @@ typedef struct {
   uint32_t is_created;     /* 1: this pipeline has made it, and removes it */
   uint32_t barrier_pid;    /* coordinator, before a barrier: who sends it */
   uint32_t former_pid;     /* coordinator: whoever sent barriers before it */
-  uint32_t pad0_;
+  uint32_t ipc_namespace;  /* coordinator: inode of the namespace that the queue is in */
   uint64_t gap_at; /* reader: sequence + 1 of the step that says that the queue was lost; 0: none */
   uint8_t pad_[TP_LINE_BYTES - 80];
 } tp_queue;

@@ -1076,12 +1076,13 @@ void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
 
 // What the coordinator has found out about the queue, before any role starts.
 void set_queue(const MappedSource &mapped, int32_t key, int32_t id, bool is_created,
-               uint64_t leftovers) {
+               uint64_t leftovers, uint32_t ipc_namespace) {
   tp_queue &queue = mapped.map().head().queue;
   tp::put(queue.key, key);
   tp::put(queue.id, id);
   tp::put(queue.is_created, static_cast<uint32_t>(is_created));
   tp::put(queue.leftovers, leftovers);
+  tp::put(queue.ipc_namespace, ipc_namespace);
 }
 
 // Removes the queue that a pipeline has made; false when there is none of it any more.
@@ -1192,8 +1193,8 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
                        first_token_ns, last_token_ns, spec_steps, pad_, heads);
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,
-                       leftovers, key, id, is_created, barrier_pid, former_pid, pad0_, gap_at,
-                       pad_);
+                       leftovers, key, id, is_created, barrier_pid, former_pid, ipc_namespace,
+                       gap_at, pad_);
   PYBIND11_NUMPY_DTYPE(tp_export, epoch, attached, ring_bytes, slot_bytes, num_slots,
                        layout_version, device_uuid, memory, pad_);
   PYBIND11_NUMPY_DTYPE(tp_source, magic, version, total_bytes, sizes, slot_bytes, owner_start,
@@ -1470,7 +1471,11 @@ PYBIND11_MODULE(_native, m) {
     const tp_source &head = s.map().head();
     return py::make_tuple(tp::get(head.writer_pid), tp::get(head.writer_start));
   });
-  m.def("set_queue", &set_queue, "source"_a, "key"_a, "id"_a, "is_created"_a, "leftovers"_a);
+  m.def("set_queue", &set_queue, "source"_a, "key"_a, "id"_a, "is_created"_a, "leftovers"_a,
+        "ipc_namespace"_a);
+  m.def("queue_namespace", [](const MappedSource &s) { // 0: there is no queue
+    return tp::get(s.map().head().queue.ipc_namespace);
+  });
   m.def("remove_queue", &remove_queue, "source"_a);
 
   py::class_<PyCudaSourceReader>(m, "CudaSourceReader")

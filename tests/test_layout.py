@@ -40,7 +40,7 @@ DIGESTS = {
     7: "6c4255b484f6af5140144b1b0ac048e39f47d96529c48d203cb27476bc66cda0",
     8: "4b888134f53cb755c76d375d4f98907a735343df008ca7c24929ed331a5ed275",
     9: "fe82263f5f600434b328beebaafdab8f5e84e784794d548f2257cdc03c67e316",
-    10: "c3a51844606dabc726a0cfce9fb9e45c70d14e99ef5889bf4130917a4674b5ea",
+    10: "f02a7e3bf20175e5e07bc1fea6b49a5606cfc07e49472966aced4527ab67ab94",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

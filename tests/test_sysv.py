@@ -4,6 +4,7 @@ generations nor an end, and what is found out about the queue before it is read.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -358,6 +359,27 @@ def test_a_killed_pipeline_s_queue_is_removed_by_clean(unique_name: str) -> None
 
     wait_until(clean, 60)
     assert not [n for n in os.listdir("/dev/shm") if unique_name in n]
+
+
+def test_a_queue_in_another_namespace_keeps_its_segment(unique_name: str) -> None:
+    """Whoever swept it there would leave a queue of which nobody knows any more."""
+    config = settings(unique_name, orphan_grace_s=0.2)
+    command = [sys.executable, "-m", "tokenpipe"]
+    elsewhere = ["unshare", "--ipc", *command, "serve", *config.to_cli_args()]
+    serve = subprocess.Popen(elsewhere, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert serve.stdout is not None
+    line = serve.stdout.readline()
+    if not line:
+        pytest.skip(f"no private IPC namespace here: {serve.communicate()[1]}")
+    pids = json.loads(line)["pids"].values()
+    serve.kill()
+    serve.communicate()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    told = subprocess.run([*command, "clean", unique_name], check=True, capture_output=True)
+    assert b"another namespace" in told.stdout
+    kept = Path(f"/dev/shm/tokenpipe.{unique_name}.source")
+    assert kept.exists()
+    kept.unlink()
 
 
 def test_a_queue_that_is_removed_is_made_again(unique_name: str) -> None:

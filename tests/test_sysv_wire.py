@@ -38,7 +38,7 @@ class Bench:
         self.worker = peer.Worker(queue_key(config))
         self.producer = _native.Producer(self.segment.core, 0.0)
         self.book = _native.Book(self.segment.core, self.segment.source)
-        _native.set_queue(self.segment.source, queue_key(config), self.queue.id, False, 0)
+        _native.set_queue(self.segment.source, queue_key(config), self.queue.id, False, 0, 0)
         self.reader = self.open_reader()
         self.decoder = _native.Decoder(self.segment.core, 0, 0.0)
 

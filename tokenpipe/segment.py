@@ -86,6 +86,11 @@ class Identity:
         return cls(os.getpid(), start_time(os.getpid()) or 0, namespace, boot_id)
 
 
+def ipc_namespace() -> int:
+    """Returns which System V namespace this process is in (the low 32 bits of its inode)."""
+    return os.stat("/proc/self/ns/ipc").st_ino & 0xFFFFFFFF
+
+
 def _stat(pid: int) -> list[bytes] | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
@@ -570,6 +575,10 @@ def leftovers(name: str | None = None) -> Iterator[Leftover]:
             core = _examine(file_name.removesuffix(".source") + ".core")
             if core is not None and not core.is_dead:
                 found = replace(found, is_dead=False, why="its core segment is in use")
+            elif _queue_namespace(file_name) not in (0, ipc_namespace()):
+                # Without it nobody there would know of the queue that is left.
+                why = "its System V queue is in another namespace"
+                found = replace(found, is_dead=False, why=why)
         yield found
 
 
@@ -649,6 +658,19 @@ def live_configs() -> Iterator[tuple[PipelineConfig, int, int]]:
             continue
         finally:
             mapping.close()
+
+
+def _queue_namespace(file_name: str) -> int:
+    try:
+        mapping = Mapping.open(file_name)
+    except (FileNotFoundError, SegmentError):
+        return 0
+    try:
+        return _native.queue_namespace(_native.Source(mapping.memory))
+    except ValueError:  # of another layout: it says nothing of a queue that we could trust
+        return 0
+    finally:
+        mapping.close()
 
 
 def _remove_queue_of(file_name: str) -> None:

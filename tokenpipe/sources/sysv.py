@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from tokenpipe import _native
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import QueueLimitError, QueueTakenError
-from tokenpipe.segment import Identity, Segment, is_running, live_configs, start_time
+from tokenpipe.segment import (
+    Identity,
+    Segment,
+    ipc_namespace,
+    is_running,
+    live_configs,
+    start_time,
+)
 
 _log = logging.getLogger("tokenpipe.sources.sysv")
 
@@ -114,7 +121,9 @@ def prepared_queue(segment: Segment) -> Iterator[None]:
         _make_room(config, queue)
         _warn_of_another_reader(queue)
         leftovers = _look_at_leftovers(config, queue)
-        _native.set_queue(segment.source, key, queue.id, queue.is_created, leftovers)
+        _native.set_queue(
+            segment.source, key, queue.id, queue.is_created, leftovers, ipc_namespace()
+        )
         yield
     finally:
         if not _native.remove_queue(segment.source) and queue.is_created:
