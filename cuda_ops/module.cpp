@@ -17,6 +17,7 @@
 #include "cuda_writer.hpp"
 #include "decoder.hpp"
 #include "output_ops.hpp"
+#include "python_outputs.hpp"
 #include "ring.hpp"
 #include "stream_source.hpp"
 #include "sysv_source.hpp"
@@ -1265,27 +1266,6 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   return fits ? py::object(std::move(copy)) : py::none();
 }
 
-// A shallow copy of an instance of a class that has __slots__ and nothing else: the slots lie
-// behind the object's head, pointer after pointer. Far cheaper than a constructor that sets each.
-[[nodiscard]] py::object copy_slots(py::handle of) {
-  PyTypeObject *type = Py_TYPE(of.ptr());
-  constexpr Py_ssize_t head = sizeof(PyObject), word = sizeof(PyObject *);
-  const bool is_slots_alone =
-      PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) && type->tp_base == &PyBaseObject_Type &&
-      type->tp_dictoffset == 0 && type->tp_weaklistoffset == 0 && type->tp_itemsize == 0 &&
-      type->tp_basicsize == head + word * Py_SIZE(reinterpret_cast<PyObject *>(type));
-  if (!is_slots_alone)
-    throw py::type_error(std::string(type->tp_name) + " has more than __slots__");
-  auto copy = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
-  if (!copy)
-    throw py::error_already_set();
-  auto *const from = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(of.ptr()) + head);
-  auto *const to = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(copy.ptr()) + head);
-  for (Py_ssize_t i = 0; i < (type->tp_basicsize - head) / word; ++i)
-    to[i] = Py_XNewRef(from[i]);
-  return copy;
-}
-
 } // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -1352,7 +1332,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("plan", &plan, "sizes"_a);
   m.def("frame_columns", &frame_columns);
   m.def("step_columns", &step_columns);
-  m.def("copy_slots", &copy_slots);
   m.def("copy_of_numbers", &copy_of_numbers);
   m.def("arm_fault", &tp::fault::arm, "point"_a, "nth"_a, "signal"_a);
   m.def("fault_point", [](const std::string &name) { tp::fault::point(name.c_str()); });
@@ -1525,6 +1504,24 @@ PYBIND11_MODULE(_native, m) {
       .def("count_unmatched_drafts", &PyClient::count_unmatched_drafts, "rows"_a)
       .def("announce", &PyClient::announce, "pid"_a, "start"_a)
       .def("committed", &PyClient::committed, "decoder"_a);
+
+  py::class_<tp::python::Stamps>(m, "Stamps")
+      .def(py::init<py::type>(), "metrics"_a)
+      .def(
+          "at_token",
+          [](const tp::python::Stamps &stamps, py::handle metrics, py::handle now,
+             py::handle first) {
+            PyObject *const known = first.is_none() ? nullptr : first.ptr();
+            return py::reinterpret_steal<py::object>(
+                stamps.at_token(metrics.ptr(), now.ptr(), known));
+          },
+          "metrics"_a, "now"_a, "first"_a);
+  py::class_<tp::python::OutputMaker>(m, "OutputMaker")
+      .def(py::init<py::object, py::object, const tp::python::Stamps &, py::type, bool>(),
+           "request_output"_a, "completion"_a, "stamps"_a, "logprobs_lists"_a, "is_decode"_a,
+           py::keep_alive<1, 4>())
+      .def("make", &tp::python::OutputMaker::make, "requests"_a, "columns"_a, "candidates"_a,
+           "drafts"_a, "now"_a, "output_type"_a, "has_slot"_a, "wall_offset_ns"_a);
 
   py::class_<PyBook>(m, "Book")
       .def(py::init<const MappedCore &, const MappedSource &>(), "core"_a, "source"_a,
