@@ -68,12 +68,14 @@ struct DlTensor { // the ABI of DLPack, unchanged since its version 0.2
   uint64_t byte_offset;
 };
 
-// A tensor of somebody else for the time of one call: numpy through the buffer protocol (also
-// read-only arrays), all others through DLPack.
+// A tensor of somebody else for the time of one call, in which the GIL is held: numpy's arrays as
+// they lie there, others through the buffer protocol or DLPack.
 class Borrowed {
 public:
   Borrowed(const char *name, py::handle object) {
     if (object.is_none())
+      return;
+    if (py::isinstance<py::array>(object) && from_array(name, object))
       return;
     if (PyObject_CheckBuffer(object.ptr()))
       from_buffer(name, object);
@@ -107,6 +109,36 @@ private:
     view.ndim = ndim;
   }
 
+  // False for a dtype that only the buffer's format tells. To ask numpy for a buffer costs more
+  // than to read a small column.
+  bool from_array(const char *name, py::handle object) {
+    const auto array = py::reinterpret_borrow<py::array>(object);
+    const py::dtype type = array.dtype();
+    const char kind = type.kind(), order = type.byteorder();
+    if ((kind != 'i' && kind != 'u' && kind != 'f') || (order != '=' && order != '|'))
+      return false;
+    const py::ssize_t bytes = array.itemsize();
+    view.dtype = dtype(kind, bytes);
+    view.dtype_name = (kind == 'i'   ? "int"
+                       : kind == 'u' ? "uint"
+                                     : "float") +
+                      std::to_string(8 * bytes);
+    set_shape(name, static_cast<int>(array.ndim()));
+    for (int i = 0; i < view.ndim; ++i)
+      set_length(name, i, array.shape(i), array.strides(i), bytes);
+    view.data = array.data();
+    return true;
+  }
+
+  void set_length(const char *name, int i, int64_t length, int64_t stride_bytes, int64_t bytes) {
+    view.shape[i] = length;
+    view.stride[i] = stride_bytes / bytes;
+    if (view.stride[i] * bytes != stride_bytes)
+      throw tp::OpArgumentError(name, std::string(name) + " has a stride of " +
+                                          std::to_string(stride_bytes) +
+                                          " bytes, no multiple of its item size");
+  }
+
   void from_buffer(const char *name, py::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
       PyErr_Clear();
@@ -130,14 +162,8 @@ private:
     view.dtype_name = base.empty() || is_swapped ? "'" + format + "'"
                                                  : base + std::to_string(8 * buffer_.itemsize);
     set_shape(name, buffer_.ndim);
-    for (int i = 0; i < view.ndim; ++i) {
-      view.shape[i] = buffer_.shape[i];
-      view.stride[i] = buffer_.strides[i] / buffer_.itemsize;
-      if (view.stride[i] * buffer_.itemsize != buffer_.strides[i])
-        throw tp::OpArgumentError(name, std::string(name) + " has a stride of " +
-                                            std::to_string(buffer_.strides[i]) +
-                                            " bytes, no multiple of its item size");
-    }
+    for (int i = 0; i < view.ndim; ++i)
+      set_length(name, i, buffer_.shape[i], buffer_.strides[i], buffer_.itemsize);
     view.data = buffer_.buf;
   }
 

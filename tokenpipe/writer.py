@@ -87,6 +87,7 @@ class EngineWriter:
             segment.close()
             raise PartyExistsError(segment.name, "engine writer", pid)
         self._writer = _native.Writer(segment.source, spin_us / 1e6)
+        self._source = SOURCES[_native.source_kind(segment.source)]
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -464,10 +465,9 @@ class EngineWriter:
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
-        source = SOURCES[_native.source_kind(self._segment.source)]
-        if source not in ("shm", "cuda-ipc"):
+        if self._source not in ("shm", "cuda-ipc"):
             how = "its steps come another way; here only poll_control() and beat() work"
-            raise WrongSourceError(self._segment.name, source, how)
+            raise WrongSourceError(self._segment.name, self._source, how)
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
@@ -609,9 +609,11 @@ def _given(name: str, value: Any) -> Any:
 def _tensor(name: str, value: Any) -> Any:
     """A list as an array; older Paddle has no __dlpack__, only a function that makes the
     capsule."""
+    if value is None or type(value) is np.ndarray:
+        return value
     if isinstance(value, (list, tuple)):
         return _of_list(name, value)
-    if value is None or hasattr(value, "__dlpack__") or not hasattr(value, "value"):
+    if hasattr(value, "__dlpack__") or not hasattr(value, "value"):
         return value
     if not type(value).__module__.startswith("paddle"):
         return value
