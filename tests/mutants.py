@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "a gap is not shared by its tokens",
         DECODER,
-        "(now - p.last_token_ns) / taken,",
-        "(now - p.last_token_ns),",
+        "gap.ns / gap.taken, gap.tokens",
+        "gap.ns, gap.tokens",
     ),
     Mutant(
         "drafts belong to the step to come",
