@@ -270,12 +270,44 @@ def test_what_holds_numbers_only_is_not_looked_through_by_the_collector() -> Non
     assert gc.is_tracked(completion)
 
 
-def test_objects_are_freed_with_everything_in_them() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_objects_are_freed_with_everything_in_them(fails: bool) -> None:
+    """Nothing is held, and nothing let go of that is somebody else's, also where a batch is
+    refused at its last row."""
     maker = CheckedMaker(PipelineConfig(), 0)
-    batch = a_batch([tp.Request(str(i)) for i in range(50)], maker)
-    make = super(CheckedMaker, maker).make
-    make(batch)
-    before = sys.getallocatedblocks()
-    for _ in range(20):
-        make(batch)
-    assert sys.getallocatedblocks() - before < 50, "some of 50 rows' objects of each of 20 batches"
+    values = [object() for _ in range(6)]
+    held = [
+        tp.Request(
+            f"request {i}",
+            prompt=values[0],
+            ic_req_data=values[1],
+            multimodal_inputs={
+                "num_input_image_tokens": values[2],
+                "num_input_video_tokens": values[3],
+            },
+            metrics=RequestMetrics(preempted_count=values[4], arrival_time=1.5),  # type: ignore[arg-type]
+        )
+        for i in range(30)
+    ]
+    batch = a_batch(held, maker)
+    if fails:
+        batch.token_offsets = np.array([*range(30), 99], np.uint32)
+    values += [r.request_id for r in held] + [r.metrics for r in held] + [True, 200, LogprobsLists]
+
+    def make() -> None:
+        try:
+            super(CheckedMaker, maker).make(batch)
+        except IndexError:
+            assert fails
+
+    def state() -> list[int]:
+        return [sys.getrefcount(value) for value in values]
+
+    for _ in range(200):  # also fills what Python keeps for the next objects
+        make()
+    refs, none, blocks = state(), sys.getrefcount(None), sys.getallocatedblocks()
+    for _ in range(200):
+        make()
+    assert state() == refs
+    assert abs(sys.getrefcount(None) - none) < 100
+    assert sys.getallocatedblocks() - blocks < 100, "some of 200 batches' objects"
