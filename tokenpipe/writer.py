@@ -437,11 +437,13 @@ class EngineWriter:
 
     def _make_ready_for(self, tensor: Any) -> None:
         """What a save of this tensor needs before it begins. Under the lock."""
-        self._raise_if_closed()
         device = _device_of(tensor)
-        if device is None:
+        has_device = self._writer.cuda_device >= 0
+        if device is None and has_device:
+            self._raise_if_closed()
             self._settle(_FOR_EVER_S)  # steps are published in the order of their saves
-        elif self._writer.cuda_device < 0:
+        elif device is not None and not has_device:
+            self._raise_if_closed()
             self._writer.open_cuda(
                 cuda.driver(cuda_library()), device, cuda.kernels(), self._publish_by_stream
             )
