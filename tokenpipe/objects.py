@@ -23,7 +23,7 @@ from tokenpipe.requests import Request
 
 RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
 GAP_TEXT = "source_gap: the reader was replaced, and outputs may have been lost with it"
-_ERRORS: dict[FinishReason, tuple[int, str | None]] = {
+ERRORS: dict[FinishReason, tuple[int, str | None]] = {
     FinishReason.ABORT: (200, "Aborted"),
     FinishReason.RECOVERY: (200, RECOVERY_TEXT),
     FinishReason.ERROR: (500, "the request ended by an error of the pipeline or the engine"),
@@ -78,8 +78,9 @@ class ObjectMaker:
             self._offset_ns,
         )
         made: list[AnyOutput] = [*outputs]
-        for i in batch.finish_reason.nonzero()[0].tolist():
-            made[i] = self._ended(batch, i, outputs[i])
+        if batch.num_finals:
+            for i in batch.finals["index"].tolist():
+                made[i] = self._ended(batch, i, outputs[i])
         return made
 
     def _ended(self, batch: OutputBatch, i: int, output: RequestOutput) -> AnyOutput:
@@ -93,7 +94,7 @@ class ObjectMaker:
                 metrics=output.metrics,
             )
         output.finished, output.finish_reason = True, reason.name.lower()
-        output.error_code, output.error_msg = _ERRORS.get(reason, (200, None))
+        output.error_code, output.error_msg = ERRORS.get(reason, (200, None))
         if batch.is_gap and reason is FinishReason.ERROR:
             output.error_msg = GAP_TEXT
         output.trace_carrier = request.trace_carrier
