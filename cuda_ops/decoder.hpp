@@ -21,6 +21,27 @@
 
 namespace tp {
 
+// At most one item per row: there is room for each, so that to add one is a store and a count.
+template <class T> class PerRow {
+public:
+  void resize(size_t rows) { items_.resize(rows); }
+  void push_back(const T &item) noexcept { items_[size_++] = item; }
+  void clear() noexcept { size_ = 0; }
+  void swap(PerRow &other) noexcept {
+    items_.swap(other.items_);
+    std::swap(size_, other.size_);
+  }
+  [[nodiscard]] bool empty() const noexcept { return size_ == 0; }
+  [[nodiscard]] size_t size() const noexcept { return size_; }
+  [[nodiscard]] const T &operator[](size_t i) const noexcept { return items_[i]; }
+  [[nodiscard]] const T *begin() const noexcept { return items_.data(); }
+  [[nodiscard]] const T *end() const noexcept { return items_.data() + size_; }
+
+private:
+  std::vector<T> items_;
+  size_t size_ = 0;
+};
+
 // Design: `state_` is the current progress of the rows this decoder owns (row % N == k), private;
 // the shared copies are written from it. `changed_`/`changed_before_` name the rows that the older
 // copy lacks. Only this decoder writes its tp_decoder, its frames and its rows' tp_progress.
@@ -36,9 +57,12 @@ public:
       state_.push_back(core.progress(turn_ & 1, row));
       if (state_.back().spec_steps == 0) // then the heads are a former life's: see write_row()
         std::fill(std::begin(state_.back().heads), std::end(state_.back().heads), 0u);
-      changed_before_.push_back(static_cast<uint32_t>(rows_.size() - 1));
     }
-    out_.reserve(rows_.size());
+    changed_.resize(rows_.size());
+    changed_before_.resize(rows_.size());
+    for (uint32_t i = 0; i < rows_.size(); ++i)
+      changed_before_.push_back(i);
+    out_.resize(rows_.size());
     judge_predecessor();
   }
 
@@ -88,6 +112,12 @@ private:
     uint32_t num_tokens;
     uint32_t reason;
     uint32_t num_drafts = 0; // tokens from `first` on that are shown as drafts
+  };
+
+  // A time between two steps that `tokens` tokens have in common, `taken` of each row.
+  struct Gap {
+    uint64_t ns;
+    uint32_t taken, tokens;
   };
 
   // Row i of a slot, once it is known whose it is.
@@ -235,10 +265,16 @@ private:
           rows_[i].from_barrier <= barrier && state_[i].terminal == TP_FINISH_NONE &&
           rows_[i].mark == TP_FINISH_NONE &&
           observe(core_.freed(row_number(i))) != rows_[i].generation)
-        rows_[i].mark = TP_FINISH_ERROR;
+        set_mark(i, TP_FINISH_ERROR);
+  }
+
+  void set_mark(uint32_t i, uint32_t mark) noexcept {
+    rows_[i].mark = mark;
+    has_marks_ |= mark != TP_FINISH_NONE;
   }
 
   void load_admissions(uint64_t at) noexcept {
+    has_marks_ = false;
     for (uint32_t i = 0; i < rows_.size(); ++i) {
       // SYNC POINT: admission - acquire: the fields of this generation are there
       const uint64_t generation = observe(core_.admitted(row_number(i)));
@@ -246,7 +282,7 @@ private:
         load_admission(i, generation);
       const uint32_t mark = generation ? applicable(i, generation, at) : uint32_t{TP_FINISH_NONE};
       rows_[i].is_shielded = mark == TP_MARK_SHIELD;
-      rows_[i].mark = rows_[i].is_shielded ? uint32_t{TP_FINISH_NONE} : mark;
+      set_mark(i, rows_[i].is_shielded ? uint32_t{TP_FINISH_NONE} : mark);
     }
   }
 
@@ -316,6 +352,8 @@ private:
         decode_row(slot, at, i, rows[i], first, num, is_bad);
       first += num;
     }
+    for (Gap &gap : gaps_)
+      flush(gap);
   }
 
   // The accept counts are the engine's: their sum must be the token count that the columns have.
@@ -340,8 +378,9 @@ private:
     return none ? 0 : slot.num_tokens;
   }
 
-  void decode_row(const tp_step &slot, const StepColumns &at, uint32_t i, uint32_t number,
-                  uint64_t first, uint32_t num, bool is_bad) noexcept {
+  [[gnu::always_inline]] void decode_row(const tp_step &slot, const StepColumns &at, uint32_t i,
+                                         uint32_t number, uint64_t first, uint32_t num,
+                                         bool is_bad) noexcept {
     tp_counters &count = next_.counters;
     SlotRow row{0, column<uint32_t>(slot, at.generations)[i], column<uint8_t>(slot, at.states)[i],
                 first, num};
@@ -472,7 +511,8 @@ private:
           row.num, TP_FINISH_NONE});
   }
 
-  void take_tokens(const tp_step &slot, const StepColumns &at, uint32_t i, SlotRow row) noexcept {
+  [[gnu::always_inline]] void take_tokens(const tp_step &slot, const StepColumns &at, uint32_t i,
+                                          SlotRow row) noexcept {
     tp_progress &p = state_[row.index];
     const Row &known = rows_[row.index];
     tp_counters &count = next_.counters;
@@ -504,7 +544,8 @@ private:
   }
 
   // The one place where a row's tokens end: ids, logprobs, ranks, drafts and counts are cut here.
-  void cut(const tp_step &slot, const int32_t *tokens, const SlotRow &row) noexcept {
+  [[gnu::always_inline]] void cut(const tp_step &slot, const int32_t *tokens,
+                                  const SlotRow &row) noexcept {
     const Row &known = rows_[row.index];
     const int32_t *eos = core_.eos(row_number(row.index));
     tp_counters &count = next_.counters;
@@ -578,7 +619,8 @@ private:
     has_news_ = true;
   }
 
-  void time_tokens(tp_progress &p, const Row &known, uint32_t taken, uint64_t now) noexcept {
+  [[gnu::always_inline]] void time_tokens(tp_progress &p, const Row &known, uint32_t taken,
+                                          uint64_t now) noexcept {
     if (p.emitted == 0) {
       if (known.arrival_ns != 0 && now >= known.arrival_ns)
         count_value(shared_.time_to_first_token, first_token_bounds, now - known.arrival_ns);
@@ -588,15 +630,31 @@ private:
       if (known.inference_start_ns != 0 && now >= known.inference_start_ns)
         count_value(shared_.request_prefill_time, request_bounds, now - known.inference_start_ns);
     } else if (p.last_token_ns != 0 && now >= p.last_token_ns) {
-      // A step's gap is shared by its tokens.
-      count_value(shared_.time_per_output_token, per_token_bounds, (now - p.last_token_ns) / taken,
-                  taken);
+      count_gap(now - p.last_token_ns, taken);
     }
     if (p.first_token_ns == 0) {
       p.first_token_ns = now;
       ++num_firsts_;
     }
     p.last_token_ns = now;
+  }
+
+  // Rows that run together have the same gap between two steps: it is counted once for all of them.
+  void count_gap(uint64_t since_last, uint32_t taken) noexcept {
+    Gap &gap = gaps_[std::min(taken, uint32_t{TP_MAX_DRAFT_TOKENS})];
+    if (gap.ns != since_last || gap.taken != taken) {
+      flush(gap);
+      gap.ns = since_last;
+      gap.taken = taken;
+    }
+    gap.tokens += taken;
+  }
+
+  // A step's gap is shared by its tokens.
+  void flush(Gap &gap) noexcept {
+    if (gap.tokens != 0)
+      count_value(shared_.time_per_output_token, per_token_bounds, gap.ns / gap.taken, gap.tokens);
+    gap.tokens = 0;
   }
 
   void time_completion(const tp_progress &p, const Row &known, uint64_t now) noexcept {
@@ -625,7 +683,7 @@ private:
   }
 
   void finish_marked() noexcept {
-    for (uint32_t i = 0; i < rows_.size(); ++i) {
+    for (uint32_t i = 0; has_marks_ && i < rows_.size(); ++i) {
       if (rows_[i].mark == TP_FINISH_NONE)
         continue;
       const uint32_t reason =
@@ -649,19 +707,23 @@ private:
   }
 
   // Word by word: the coordinator may be reading the copy that this turn retires.
-  static void rewrite(void *to, const void *from, size_t bytes) noexcept {
-    for (size_t i = 0; i < bytes / 8; ++i)
+  template <size_t Bytes> static void rewrite(void *to, const void *from) noexcept {
+    static_assert(Bytes % 8 == 0);
+#pragma GCC unroll 16
+    for (size_t i = 0; i < Bytes / 8; ++i)
       put(static_cast<uint64_t *>(to)[i], static_cast<const uint64_t *>(from)[i]);
   }
 
   // Without speculative steps the heads say nothing: the record's first half is all.
   void write_row(uint32_t i) noexcept {
-    const size_t bytes =
-        state_[i].spec_steps != 0 ? sizeof(tp_progress) : offsetof(tp_progress, heads);
-    rewrite(&core_.progress(turn_ & 1, row_number(i)), &state_[i], bytes);
+    tp_progress &copy = core_.progress(turn_ & 1, row_number(i));
+    if (state_[i].spec_steps != 0)
+      rewrite<sizeof(tp_progress)>(&copy, &state_[i]);
+    else
+      rewrite<offsetof(tp_progress, heads)>(&copy, &state_[i]);
   }
 
-  void write_commit() noexcept { rewrite(&shared_.commit[turn_ & 1], &next_, sizeof(next_)); }
+  void write_commit() noexcept { rewrite<sizeof(next_)>(&shared_.commit[turn_ & 1], &next_); }
 
   void write_frame(const tp_step *slot) noexcept {
     tp_frame &frame = core_.frame(k_, commit_.frames);
@@ -810,10 +872,12 @@ private:
   Consumer consumer_;
   std::vector<Row> rows_;
   std::vector<tp_progress> state_;
-  std::vector<uint32_t> changed_, changed_before_;
-  std::vector<Out> out_;
+  PerRow<uint32_t> changed_, changed_before_;
+  PerRow<Out> out_;
+  Gap gaps_[TP_MAX_DRAFT_TOKENS + 1] = {}; // by how many tokens shared it
   uint32_t num_tokens_ = 0, num_finals_ = 0, num_drafts_ = 0, num_firsts_ = 0;
   bool has_news_ = false;
+  bool has_marks_ = false; // a row's mark applies in this turn
   bool is_poison_ = false; // the next slot has killed this decoder twice
 };
 

@@ -17,6 +17,7 @@
 #include "cuda_writer.hpp"
 #include "decoder.hpp"
 #include "output_ops.hpp"
+#include "python_outputs.hpp"
 #include "ring.hpp"
 #include "stream_source.hpp"
 #include "sysv_source.hpp"
@@ -67,12 +68,14 @@ struct DlTensor { // the ABI of DLPack, unchanged since its version 0.2
   uint64_t byte_offset;
 };
 
-// A tensor of somebody else for the time of one call: numpy through the buffer protocol (also
-// read-only arrays), all others through DLPack.
+// A tensor of somebody else for the time of one call, in which the GIL is held: numpy's arrays as
+// they lie there, others through the buffer protocol or DLPack.
 class Borrowed {
 public:
   Borrowed(const char *name, py::handle object) {
     if (object.is_none())
+      return;
+    if (py::isinstance<py::array>(object) && from_array(name, object))
       return;
     if (PyObject_CheckBuffer(object.ptr()))
       from_buffer(name, object);
@@ -106,6 +109,36 @@ private:
     view.ndim = ndim;
   }
 
+  // False for a dtype that only the buffer's format tells. To ask numpy for a buffer costs more
+  // than to read a small column.
+  bool from_array(const char *name, py::handle object) {
+    const auto array = py::reinterpret_borrow<py::array>(object);
+    const py::dtype type = array.dtype();
+    const char kind = type.kind(), order = type.byteorder();
+    if ((kind != 'i' && kind != 'u' && kind != 'f') || (order != '=' && order != '|'))
+      return false;
+    const py::ssize_t bytes = array.itemsize();
+    view.dtype = dtype(kind, bytes);
+    view.dtype_name = (kind == 'i'   ? "int"
+                       : kind == 'u' ? "uint"
+                                     : "float") +
+                      std::to_string(8 * bytes);
+    set_shape(name, static_cast<int>(array.ndim()));
+    for (int i = 0; i < view.ndim; ++i)
+      set_length(name, i, array.shape(i), array.strides(i), bytes);
+    view.data = array.data();
+    return true;
+  }
+
+  void set_length(const char *name, int i, int64_t length, int64_t stride_bytes, int64_t bytes) {
+    view.shape[i] = length;
+    view.stride[i] = stride_bytes / bytes;
+    if (view.stride[i] * bytes != stride_bytes)
+      throw tp::OpArgumentError(name, std::string(name) + " has a stride of " +
+                                          std::to_string(stride_bytes) +
+                                          " bytes, no multiple of its item size");
+  }
+
   void from_buffer(const char *name, py::handle object) {
     if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
       PyErr_Clear();
@@ -129,14 +162,8 @@ private:
     view.dtype_name = base.empty() || is_swapped ? "'" + format + "'"
                                                  : base + std::to_string(8 * buffer_.itemsize);
     set_shape(name, buffer_.ndim);
-    for (int i = 0; i < view.ndim; ++i) {
-      view.shape[i] = buffer_.shape[i];
-      view.stride[i] = buffer_.strides[i] / buffer_.itemsize;
-      if (view.stride[i] * buffer_.itemsize != buffer_.strides[i])
-        throw tp::OpArgumentError(name, std::string(name) + " has a stride of " +
-                                            std::to_string(buffer_.strides[i]) +
-                                            " bytes, no multiple of its item size");
-    }
+    for (int i = 0; i < view.ndim; ++i)
+      set_length(name, i, buffer_.shape[i], buffer_.strides[i], buffer_.itemsize);
     view.data = buffer_.buf;
   }
 
@@ -1273,27 +1300,6 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
   return fits ? py::object(std::move(copy)) : py::none();
 }
 
-// A shallow copy of an instance of a class that has __slots__ and nothing else: the slots lie
-// behind the object's head, pointer after pointer. Far cheaper than a constructor that sets each.
-[[nodiscard]] py::object copy_slots(py::handle of) {
-  PyTypeObject *type = Py_TYPE(of.ptr());
-  constexpr Py_ssize_t head = sizeof(PyObject), word = sizeof(PyObject *);
-  const bool is_slots_alone =
-      PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) && type->tp_base == &PyBaseObject_Type &&
-      type->tp_dictoffset == 0 && type->tp_weaklistoffset == 0 && type->tp_itemsize == 0 &&
-      type->tp_basicsize == head + word * Py_SIZE(reinterpret_cast<PyObject *>(type));
-  if (!is_slots_alone)
-    throw py::type_error(std::string(type->tp_name) + " has more than __slots__");
-  auto copy = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
-  if (!copy)
-    throw py::error_already_set();
-  auto *const from = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(of.ptr()) + head);
-  auto *const to = reinterpret_cast<PyObject **>(reinterpret_cast<char *>(copy.ptr()) + head);
-  for (Py_ssize_t i = 0; i < (type->tp_basicsize - head) / word; ++i)
-    to[i] = Py_XNewRef(from[i]);
-  return copy;
-}
-
 } // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -1360,7 +1366,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("plan", &plan, "sizes"_a);
   m.def("frame_columns", &frame_columns);
   m.def("step_columns", &step_columns);
-  m.def("copy_slots", &copy_slots);
   m.def("copy_of_numbers", &copy_of_numbers);
   m.def("arm_fault", &tp::fault::arm, "point"_a, "nth"_a, "signal"_a);
   m.def("fault_point", [](const std::string &name) { tp::fault::point(name.c_str()); });
@@ -1537,6 +1542,24 @@ PYBIND11_MODULE(_native, m) {
       .def("count_unmatched_drafts", &PyClient::count_unmatched_drafts, "rows"_a)
       .def("announce", &PyClient::announce, "pid"_a, "start"_a)
       .def("committed", &PyClient::committed, "decoder"_a);
+
+  py::class_<tp::python::Stamps>(m, "Stamps")
+      .def(py::init<py::type>(), "metrics"_a)
+      .def(
+          "at_token",
+          [](const tp::python::Stamps &stamps, py::handle metrics, py::handle now,
+             py::handle first) {
+            PyObject *const known = first.is_none() ? nullptr : first.ptr();
+            return py::reinterpret_steal<py::object>(
+                stamps.at_token(metrics.ptr(), now.ptr(), known));
+          },
+          "metrics"_a, "now"_a, "first"_a);
+  py::class_<tp::python::OutputMaker>(m, "OutputMaker")
+      .def(py::init<py::object, py::object, const tp::python::Stamps &, py::type, bool>(),
+           "request_output"_a, "completion"_a, "stamps"_a, "logprobs_lists"_a, "is_decode"_a,
+           py::keep_alive<1, 4>())
+      .def("make", &tp::python::OutputMaker::make, "requests"_a, "columns"_a, "candidates"_a,
+           "drafts"_a, "now"_a, "output_type"_a, "has_slot"_a, "wall_offset_ns"_a);
 
   py::class_<PyBook>(m, "Book")
       .def(py::init<const MappedCore &, const MappedSource &>(), "core"_a, "source"_a,

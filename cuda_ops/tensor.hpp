@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "plan.hpp"
@@ -82,6 +83,21 @@ struct Tensor {
   return sign ? -subnormal : subnormal;
 }
 
+// Copies `count` neighbours as int32; false when one does not fit. One look at all of them at the
+// end, so that the loop has no branch and the compiler takes several at once.
+template <class From>
+[[nodiscard]] bool narrow(int32_t *to, const From *from, int64_t count) noexcept {
+  using Bits = std::conditional_t<sizeof(From) == 8, uint64_t, uint32_t>;
+  constexpr Bits below = std::numeric_limits<From>::is_signed ? Bits{1} << 31 : 0;
+  Bits outside = 0; // bits that no int32 has, shifted so that its least one is bit 31
+  for (int64_t i = 0; i < count; ++i) {
+    const auto value = static_cast<Bits>(from[i]);
+    to[i] = static_cast<int32_t>(value);
+    outside |= below != 0 ? (value + below) >> 1 : value;
+  }
+  return outside >> 31 == 0;
+}
+
 // Copies `count` elements at stride `stride` as int32; false when one does not fit.
 template <class From>
 [[nodiscard]] bool copy_as_int32(int32_t *to, const From *from, int64_t count,
@@ -92,6 +108,8 @@ template <class From>
         std::memcpy(to, from, static_cast<size_t>(count) * 4);
       return true;
     }
+  } else if (stride == 1) {
+    return narrow(to, from, count);
   }
   bool fits = true;
   for (int64_t i = 0; i < count; ++i) {

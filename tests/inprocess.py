@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from object_oracle import CheckedMaker
 
 import tokenpipe as tp
 from tokenpipe import _native
@@ -16,7 +17,6 @@ from tokenpipe.delivery import Delivery, OpenRequests
 from tokenpipe.events import RequestEvent
 from tokenpipe.handover import Handover
 from tokenpipe.layout import HEADER
-from tokenpipe.objects import ObjectMaker
 from tokenpipe.outputs import OutputBatch
 from tokenpipe.records import AnyOutput
 from tokenpipe.resources import Resources
@@ -41,7 +41,7 @@ class InProcess:
         self.requests = OpenRequests(core, config.max_num_seqs)
         self.events: list[RequestEvent] = []
         offset = int(np.frombuffer(self.segment.core_memory, HEADER, 1)[0]["wall_offset_ns"])
-        self.maker = ObjectMaker(config, offset)
+        self.maker = CheckedMaker(config, offset)
         self.delivery = Delivery(
             self.segment,
             self.client,

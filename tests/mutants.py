@@ -24,7 +24,8 @@ TREE = ("tokenpipe", "cuda_ops", "tests", "pyproject.toml")
 CLAIMS = ("tests/test_decoder.py", "-k", "not equals_the_oracle")
 ORACLE = ("tests/test_decoder.py", "-k", "equals_the_oracle")
 MODES = ("tests/test_modes.py",)
-DECODER, OBJECTS, DRAFTS = "cuda_ops/decoder.hpp", "tokenpipe/objects.py", "tokenpipe/drafts.py"
+DECODER, OUTPUTS = "cuda_ops/decoder.hpp", "cuda_ops/python_outputs.hpp"
+OBJECTS, DRAFTS = "tokenpipe/objects.py", "tokenpipe/drafts.py"
 LIMIT_S = 600
 
 
@@ -91,8 +92,8 @@ MUTANTS = (
     Mutant(
         "the step at from_sequence is not the newcomer's",
         DECODER,
-        "if (slot.source_sequence < known.from_sequence)",
-        "if (slot.source_sequence <= known.from_sequence)",
+        "if (slot.source_sequence < known.from_sequence ||",
+        "if (slot.source_sequence <= known.from_sequence ||",
     ),
     Mutant("chunks are counted in tokens", DECODER, "p.chunks += 1;", "p.chunks += row.num;"),
     Mutant(
@@ -128,8 +129,8 @@ MUTANTS = (
     Mutant(
         "a gap is not shared by its tokens",
         DECODER,
-        "(now - p.last_token_ns) / taken,",
-        "(now - p.last_token_ns),",
+        "gap.ns / gap.taken, gap.tokens",
+        "gap.ns, gap.tokens",
     ),
     Mutant(
         "drafts belong to the step to come",
@@ -145,21 +146,21 @@ MUTANTS = (
     ),
     Mutant(
         "the prompt is on every output",
-        OBJECTS,
-        "if output.send_idx == 0 and batch.has_slot:",
-        "if batch.has_slot:",
+        OUTPUTS,
+        "echo(o, request, sent == 0 && has_slot);",
+        "echo(o, request, has_slot);",
     ),
     Mutant(
         "logprob of the first token of a step",
-        OBJECTS,
-        "output.logprob = logprobs[end - 1][0]",
-        "output.logprob = logprobs[begin][0]",
+        OUTPUTS,
+        "PyList_GET_SIZE(rows) - 1), 0)",
+        "0), 0)",
     ),
     Mutant(
         "the decode role stamps its third token",
-        OBJECTS,
-        "send_idx == 1 and",
-        "send_idx == 2 and",
+        OUTPUTS,
+        "sent == 1 &&",
+        "sent == 2 &&",
     ),
     Mutant(
         "drafts are joined by list position",
@@ -176,8 +177,8 @@ MUTANTS = (
     Mutant(
         "a doubled target overwrites the first",
         DRAFTS,
-        "            self._ready.append(self._let_go(decoder))\n",
-        "            self._let_go(decoder)\n",
+        "        if held is not None:\n            self._let_go(decoder)\n",
+        "",
     ),
 )
 

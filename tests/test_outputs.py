@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from object_oracle import CheckedMaker
 
 import tokenpipe as tp
 from support import wait_until
 from tokenpipe import _native, layout
 from tokenpipe.commands import CommandKind, FinishReason, ReplyStatus
 from tokenpipe.config import PipelineConfig
-from tokenpipe.objects import RECOVERY_TEXT, ObjectMaker
+from tokenpipe.objects import RECOVERY_TEXT
 from tokenpipe.outputs import OutputBatch, finals_without_step, merged
-from tokenpipe.records import LogprobsLists, RequestMetrics
+from tokenpipe.records import LogprobsLists
 from tokenpipe.segment import Segment
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +49,7 @@ class Line:
         self.client = _native.Client(core, 0.0)
         self.book = _native.Book(core, source)
         self.memory = memoryview(segment.core_memory).toreadonly()
-        self.maker = ObjectMaker(self.config, 0)
+        self.maker = CheckedMaker(self.config, 0)
         self.released: list[int] = []
         self.requests: dict[tuple[int, int], tp.Request] = {}
         self._generations = [0] * self.config.max_num_seqs
@@ -405,19 +406,6 @@ def test_objects_share_nothing_that_can_be_changed(line: Line) -> None:
     assert other.metrics.preempted_count == 0
 
 
-def test_a_copy_of_slots_has_every_field_and_only_such_classes_have_one() -> None:
-    metrics = RequestMetrics(*range(31))
-    copied = _native.copy_slots(metrics)
-    assert copied == metrics
-    copied.arrival_time = -1.0
-    del copied.preempted_count  # an empty slot is copied as one
-    assert not hasattr(_native.copy_slots(copied), "preempted_count")
-    assert metrics.arrival_time == 0
-    for other in (Exception(), [], object(), type("Open", (RequestMetrics,), {})()):
-        with pytest.raises(TypeError, match="more than __slots__"):
-            _native.copy_slots(other)
-
-
 def test_a_final_without_a_token_has_no_logprobs(line: Line) -> None:
     line.submit(request("a"), 0)
     line.submit(request("b"), 1)
@@ -618,7 +606,7 @@ def test_any_whole_step_has_what_its_parts_have(two: Line, data: st.DataObject) 
 
 def test_the_handle_s_own_finals_read_like_all_others() -> None:
     ended = [(3, 2, request("a")), (0, 9, request("b"))]
-    maker = ObjectMaker(PipelineConfig(), 0)
+    maker = CheckedMaker(PipelineConfig(), 0)
     batch = finals_without_step(ended, [(5, 70, 90), (0, 0, 0)], FinishReason.SHUTDOWN, maker.make)
     assert columns(batch) == {
         "row": [3, 0],

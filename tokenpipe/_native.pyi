@@ -1,13 +1,14 @@
 """Types of the compiled module; cuda_ops/module.cpp."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-_T = TypeVar("_T")
+_M = TypeVar("_M")
+_O = TypeVar("_O")
 
 LAYOUT_VERSION: int
 MAX_DECODERS: int
@@ -32,7 +33,6 @@ def frame_columns(
 ) -> tuple[int, ...]: ...
 def step_columns(n: int, m: int, width: int, flags: int, /) -> dict[str, int]: ...
 def copy_of_numbers(name: str, values: Any, /) -> npt.NDArray[np.int32] | None: ...
-def copy_slots(of: _T, /) -> _T: ...
 def now_ns() -> int: ...
 def commit_bytes(core: Core, decoder: int) -> bytes: ...
 def saved_tokens(source: Source) -> int: ...
@@ -80,6 +80,31 @@ def format_source(
     start: int,
     boot_id: str,
 ) -> None: ...
+
+class Stamps(Generic[_M]):
+    def __init__(self, metrics: type[_M]) -> None: ...
+    def at_token(self, metrics: _M, now: float, first: float | None) -> _M: ...
+
+class OutputMaker(Generic[_O]):
+    def __init__(
+        self,
+        request_output: _O,
+        completion: object,
+        stamps: Stamps[Any],
+        logprobs_lists: type[Any],
+        is_decode: bool,
+    ) -> None: ...
+    def make(
+        self,
+        requests: list[Any],
+        columns: tuple[Any, ...],
+        candidates: tuple[Any, ...] | None,
+        drafts: tuple[tuple[Any, ...], Any] | None,
+        now: float,
+        output_type: int,
+        has_slot: bool,
+        wall_offset_ns: int,
+    ) -> list[_O]: ...
 
 class Core:
     def __init__(self, memory: Buffer) -> None: ...

@@ -33,6 +33,9 @@ class OpenRequests:
         self._by_key: dict[tuple[int, int], Request] = {}
         self._by_id: dict[str, Request] = {}
         self._running_ids: dict[str, tuple[int, int]] = {}
+        self._resolved: dict[int, tuple[bytes, bytes, list[Request]]] = {}
+        """By decoder: rows and generations of its last batch, and whose they are. Most steps have
+        the rows of the step before; whatever changes `_by_key` empties it."""
         self._last_ended = [0] * num_rows
         self.num_second_finals = 0
         for row, known in enumerate(_native.rows(core)):
@@ -42,6 +45,7 @@ class OpenRequests:
 
     def _run(self, row: int, generation: int, request: Request) -> None:
         self._by_key[row, generation] = request
+        self._resolved.clear()
         self._running_ids[request.request_id] = (row, generation)
 
     def expect(self, request: Request) -> None:
@@ -79,9 +83,17 @@ class OpenRequests:
 
     def resolve_all(self, batch: OutputBatch) -> list[Request]:
         """Returns the request of each row of a batch."""
-        keys = list(zip(batch.row.tolist(), batch.generation.tolist(), strict=True))
+        rows, generations = batch.row.tobytes(), batch.generation.tobytes()
         with self._lock:
+            last = self._resolved.get(batch.decoder)
+            if last is not None and last[:2] == (rows, generations):
+                return list(last[2])
+            keys = zip(batch.row.tolist(), batch.generation.tolist(), strict=True)
             found = [self._by_key.get(key) for key in keys]
+            known = [request for request in found if request is not None]
+            if len(known) == len(found):
+                self._resolved[batch.decoder] = rows, generations, known
+                return list(known)
         return [r if r is not None else self.resolve(batch, i) for i, r in enumerate(found)]
 
     def _id_of(self, batch: OutputBatch, i: int, row: int, generation: int) -> str:
@@ -103,6 +115,7 @@ class OpenRequests:
                     self.num_second_finals += 1
                 self._last_ended[row] = max(self._last_ended[row], generation)
                 self._by_key.pop((row, generation), None)
+                self._resolved.clear()
                 self._by_id.pop(request.request_id, None)
                 if self._running_ids.get(request.request_id) == (row, generation):
                     del self._running_ids[request.request_id]
@@ -114,6 +127,7 @@ class OpenRequests:
             for row, generation, _request in rest:
                 self._last_ended[row] = max(self._last_ended[row], generation)
             self._by_key.clear()
+            self._resolved.clear()
             self._running_ids.clear()
             return rest
 

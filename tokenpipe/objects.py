@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenpipe import _native
-from tokenpipe.commands import ACKNOWLEDGED, FinishReason
+from tokenpipe.commands import FinishReason
 from tokenpipe.config import PipelineConfig
-from tokenpipe.outputs import OutputBatch
+from tokenpipe.outputs import Drafts, OutputBatch
 from tokenpipe.records import (
+    STAMPS,
     AnyOutput,
     CompletionOutput,
     LogprobsLists,
@@ -28,20 +31,25 @@ ERRORS: dict[FinishReason, tuple[int, str | None]] = {
 }
 _GOES_ON = RequestOutput("", CompletionOutput(0, 0, []), finished=False)
 """What every output begins as; what differs from it is set."""
-_REASONS = {**{int(reason): reason for reason in FinishReason}, ACKNOWLEDGED: FinishReason.NONE}
-"""By value: a look-up where the class would be called for every row."""
 _WITH_A_RESULT = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.RECOVERY)
 _WITH_TOKENS = (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ObjectMaker:
-    """Makes the objects of a batch; knows the configuration and the wall clock's offset."""
+    """Makes the objects of a batch; knows the configuration and the wall clock's offset.
+
+    What every row has is made in C++ (cuda_ops/python_outputs.hpp); what only the end of a request
+    has is added here.
+    """
 
     def __init__(self, config: PipelineConfig, wall_offset_ns: int) -> None:
-        self._role = config.role
+        self._is_decode = config.role == "decode"
         self._num_drafts = config.num_speculative_tokens
         self._is_speculative = config.speculative_method != "none"
         self._offset_ns = wall_offset_ns
+        self._native = _native.OutputMaker(
+            _GOES_ON, _GOES_ON.outputs, STAMPS, LogprobsLists, self._is_decode
+        )
 
     def wall_s(self, stamp_ns: int) -> float:
         """Returns a CLOCK_MONOTONIC stamp as seconds since the epoch."""
@@ -49,96 +57,67 @@ class ObjectMaker:
 
     def make(self, batch: OutputBatch) -> list[AnyOutput]:
         """Returns an object per row; prompt logprobs come with the next output of their request."""
-        if batch.kind == "prompt":
+        kind = batch.kind
+        if kind == "prompt":
             return []
-        rows, send_idx = batch.row.tolist(), batch.send_idx.tolist()
-        offsets, reasons = batch.token_offsets.tolist(), batch.finish_reason.tolist()
-        tokens, firsts = batch.token_ids.tolist(), batch.first_token_ns.tolist()
-        is_pooling = batch.kind == "pooling"
-        candidates = None if is_pooling or not batch.width else _lists(batch)
-        drafts = batch.draft_token_ids.tolist() if batch.num_drafts else None
-        draft_offsets = batch.draft_offsets.tolist() if batch.num_drafts else []
-        now = self._now(batch)
-        made: list[AnyOutput] = []
-        for i, request in enumerate(batch.requests):
-            reason = _REASONS[reasons[i]]
-            metrics = self._metrics(request, now, firsts[i], send_idx[i], reason)
-            if is_pooling and reason is FinishReason.STOP:
-                made.append(self._pooling(batch, i, request, metrics))
-                continue
-            begin, end = offsets[i], offsets[i + 1]
-            output = CompletionOutput(rows[i], send_idx[i], tokens[begin:end])
-            if candidates is not None and end > begin:
-                ids, logprobs, ranks = candidates
-                output.top_logprobs = LogprobsLists(
-                    ids[begin:end], logprobs[begin:end], ranks[begin:end]
-                )
-                output.logprob = logprobs[end - 1][0]
-            if drafts is not None:
-                output.draft_token_ids = drafts[draft_offsets[i] : draft_offsets[i + 1]]
-            if batch.drafts is not None:
-                output.draft_top_logprobs = batch.drafts.of(i)
-            if self._is_speculative and reason in _WITH_A_RESULT:
-                metrics.speculate_metrics = self._speculation(batch, i)
-            made.append(self._request_output(batch, request, output, metrics, reason))
-        return made
-
-    def _pooling(
-        self, batch: OutputBatch, i: int, request: Request, metrics: RequestMetrics
-    ) -> PoolingRequestOutput:
-        return PoolingRequestOutput(
-            request_id=request.request_id,
-            outputs=PoolingOutput(batch.vectors[i].tolist()),
-            prompt_token_ids=list(request.prompt_token_ids),
-            metrics=metrics,
+        outputs = self._native.make(
+            batch.requests,
+            (
+                batch.row,
+                batch.send_idx,
+                batch.token_offsets,
+                batch.finish_reason,
+                batch.first_token_ns,
+                batch.token_ids,
+            ),
+            _candidates(batch) if batch.width and kind != "pooling" else None,
+            _drafts(batch.drafts),
+            self._now(batch),
+            batch.message_flag,
+            batch.has_slot,
+            self._offset_ns,
         )
-
-    def _request_output(
-        self,
-        batch: OutputBatch,
-        request: Request,
-        output: CompletionOutput,
-        metrics: RequestMetrics,
-        reason: FinishReason,
-    ) -> RequestOutput:
-        made = _native.copy_slots(_GOES_ON)  # a quarter of what its constructor costs
-        made.request_id, made.outputs, made.metrics = request.request_id, output, metrics
-        made.output_type = batch.message_flag
-        made.prompt_token_ids = []
-        made.prompt_token_ids_len = len(request.prompt_token_ids)
-        made.prompt_logprobs = request.take_prompt_logprobs()
-        made.num_cached_tokens = request.num_cached_tokens
-        made.ic_req_data = request.ic_req_data
-        if output.send_idx == 0 and batch.has_slot:
-            made.prompt = request.prompt
-        if media := request.multimodal_inputs:
-            made.num_input_image_tokens = media.get("num_input_image_tokens", 0)
-            made.num_input_video_tokens = media.get("num_input_video_tokens", 0)
-        if reason is not FinishReason.NONE:
-            made.finished, made.finish_reason = True, reason.name.lower()
-            made.error_code, made.error_msg = ERRORS.get(reason, (200, None))
-            if batch.is_gap and reason is FinishReason.ERROR:
-                made.error_msg = GAP_TEXT
-            made.trace_carrier = request.trace_carrier
+        made: list[AnyOutput] = [*outputs]
+        if batch.num_finals:
+            for i in batch.finals["index"].tolist():
+                made[i] = self._ended(batch, i, outputs[i])
         return made
+
+    def _ended(self, batch: OutputBatch, i: int, output: RequestOutput) -> AnyOutput:
+        """Returns the output of row i, with which its request ends."""
+        request, reason = batch.requests[i], FinishReason(int(batch.finish_reason[i]))
+        if batch.kind == "pooling" and reason is FinishReason.STOP:
+            return PoolingRequestOutput(
+                request_id=request.request_id,
+                outputs=PoolingOutput(batch.vectors[i].tolist()),
+                prompt_token_ids=list(request.prompt_token_ids),
+                metrics=output.metrics,
+            )
+        output.finished, output.finish_reason = True, reason.name.lower()
+        output.error_code, output.error_msg = ERRORS.get(reason, (200, None))
+        if batch.is_gap and reason is FinishReason.ERROR:
+            output.error_msg = GAP_TEXT
+        output.trace_carrier = request.trace_carrier
+        if batch.num_drafts:
+            begin, end = batch.draft_offsets[i : i + 2].tolist()
+            output.outputs.draft_token_ids = batch.draft_token_ids[begin:end].tolist()
+        if self._is_speculative and reason in _WITH_A_RESULT:
+            assert output.metrics is not None
+            output.metrics.speculate_metrics = self._speculation(batch, i)
+        return output
 
     def metrics(self, batch: OutputBatch, i: int, request: Request) -> RequestMetrics:
         """Returns the request's metrics as they stand after row i of the batch."""
-        reason = _REASONS[int(batch.finish_reason[i])]
-        first_ns, send_idx = int(batch.first_token_ns[i]), int(batch.send_idx[i])
-        return self._metrics(request, self._now(batch), first_ns, send_idx, reason)
-
-    def _now(self, batch: OutputBatch) -> float:
-        return self.wall_s(batch.saved_ns or batch.committed_ns)
-
-    def _metrics(
-        self, request: Request, now: float, first_ns: int, send_idx: int, reason: FinishReason
-    ) -> RequestMetrics:
-        if self._role == "decode" and send_idx == 1 and reason in _WITH_TOKENS:
+        now, reason = self._now(batch), int(batch.finish_reason[i])
+        if self._is_decode and int(batch.send_idx[i]) == 1 and reason in _WITH_TOKENS:
             request.metrics.decode_recv_second_token_time = now
+        first_ns = int(batch.first_token_ns[i])
         # An instance that only goes on has its first token's stamp from the one that began.
         is_own = first_ns and request.num_emitted_tokens == 0
         return request.metrics.at_token(now, self.wall_s(first_ns) if is_own else None)
+
+    def _now(self, batch: OutputBatch) -> float:
+        return self.wall_s(batch.saved_ns or batch.committed_ns)
 
     def _speculation(self, batch: OutputBatch, i: int) -> SpeculateMetrics | None:
         for final in batch.finals:
@@ -148,5 +127,11 @@ class ObjectMaker:
         return None
 
 
-def _lists(batch: OutputBatch) -> tuple[list[list[int]], list[list[float]], list[int]]:
-    return batch.topk_ids.tolist(), batch.topk_logprobs.tolist(), batch.ranks.tolist()
+def _candidates(batch: OutputBatch) -> tuple[Any, ...]:
+    return batch.token_offsets, batch.topk_ids, batch.topk_logprobs, batch.ranks
+
+
+def _drafts(drafts: Drafts | None) -> tuple[tuple[Any, ...], Any] | None:
+    if drafts is None or not drafts.batch.width:  # a frame of nobody's drafts has no columns
+        return None
+    return _candidates(drafts.batch), drafts.row_of

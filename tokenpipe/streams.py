@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from tokenpipe.delivery import Delivery
 from tokenpipe.errors import PipelineGoneError, StreamTakenError
@@ -61,32 +61,41 @@ class Streams:
                 continue
             outputs = batch.objects()
             batch.release()
-            for output in outputs:
-                self._put(output)
+            self._put(outputs)
         with self._lock:
             self._ended = True
             waiting = list(self._buffers.values())
-        for buffer in waiting:
-            self._wake(buffer)
+        self._wake(waiting)
 
-    def _put(self, output: AnyOutput) -> None:
+    def _put(self, outputs: Sequence[AnyOutput]) -> None:
+        filled = []
         with self._lock:
-            buffer = self._buffers.setdefault(output.request_id, _Buffer())
-            if buffer.is_abandoned:
-                if output.finished:
-                    del self._buffers[output.request_id]
-                return
-            buffer.outputs.append(output)
-        self._wake(buffer)
+            for output in outputs:
+                buffer = self._buffers.get(output.request_id)
+                if buffer is None:
+                    buffer = self._buffers[output.request_id] = _Buffer()
+                if buffer.is_abandoned:
+                    if output.finished:
+                        del self._buffers[output.request_id]
+                    continue
+                buffer.outputs.append(output)
+                filled.append(buffer)
+        self._wake(filled)
 
     @staticmethod
-    def _wake(buffer: _Buffer) -> None:
-        reader = buffer.reader
-        if reader is not None:
+    def _wake(buffers: Sequence[_Buffer]) -> None:
+        """Wakes the readers: each event loop once, whatever number of streams it has."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Buffer, asyncio.Event]]] = {}
+        for buffer in buffers:
+            reader = buffer.reader
+            if reader is not None:
+                by_loop.setdefault(reader[0], []).append((buffer, reader[1]))
+        for loop, readers in by_loop.items():
             try:
-                reader[0].call_soon_threadsafe(reader[1].set)
+                loop.call_soon_threadsafe(_set_all, [event for _, event in readers])
             except RuntimeError:
-                buffer.is_abandoned = True  # its event loop has ended: nobody can read it any more
+                for buffer, _ in readers:
+                    buffer.is_abandoned = True  # the loop has ended: nobody can read it any more
 
     def take(self, request_id: str) -> _Buffer:
         """Returns the buffer of a request, once. Raises StreamTakenError."""
@@ -126,3 +135,8 @@ class Streams:
         """Ends the thread."""
         self._closing = True
         self._thread.join()
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -87,6 +87,7 @@ class EngineWriter:
             segment.close()
             raise PartyExistsError(segment.name, "engine writer", pid)
         self._writer = _native.Writer(segment.source, spin_us / 1e6)
+        self._source = SOURCES[_native.source_kind(segment.source)]
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -436,11 +437,13 @@ class EngineWriter:
 
     def _make_ready_for(self, tensor: Any) -> None:
         """What a save of this tensor needs before it begins. Under the lock."""
-        self._raise_if_closed()
         device = _device_of(tensor)
-        if device is None:
+        has_device = self._writer.cuda_device >= 0
+        if device is None and has_device:
+            self._raise_if_closed()
             self._settle(_FOR_EVER_S)  # steps are published in the order of their saves
-        elif self._writer.cuda_device < 0:
+        elif device is not None and not has_device:
+            self._raise_if_closed()
             self._writer.open_cuda(
                 cuda.driver(cuda_library()), device, cuda.kernels(), self._publish_by_stream
             )
@@ -464,10 +467,9 @@ class EngineWriter:
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
-        source = SOURCES[_native.source_kind(self._segment.source)]
-        if source not in ("shm", "cuda-ipc"):
+        if self._source not in ("shm", "cuda-ipc"):
             how = "its steps come another way; here only poll_control() and beat() work"
-            raise WrongSourceError(self._segment.name, source, how)
+            raise WrongSourceError(self._segment.name, self._source, how)
         if self._writer.is_gone:
             raise PipelineGoneError(self._segment.name, "it has stopped")
         alone_since: float | None = None
@@ -609,9 +611,11 @@ def _given(name: str, value: Any) -> Any:
 def _tensor(name: str, value: Any) -> Any:
     """A list as an array; older Paddle has no __dlpack__, only a function that makes the
     capsule."""
+    if value is None or type(value) is np.ndarray:
+        return value
     if isinstance(value, (list, tuple)):
         return _of_list(name, value)
-    if value is None or hasattr(value, "__dlpack__") or not hasattr(value, "value"):
+    if hasattr(value, "__dlpack__") or not hasattr(value, "value"):
         return value
     if not type(value).__module__.startswith("paddle"):
         return value
