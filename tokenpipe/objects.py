@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpipe import _native
-from tokenpipe.commands import ACKNOWLEDGED, FinishReason
+from tokenpipe.commands import ACKNOWLEDGED, SILENT, FinishReason
 from tokenpipe.config import PipelineConfig
 from tokenpipe.outputs import OutputBatch
 from tokenpipe.records import (
@@ -28,7 +28,10 @@ ERRORS: dict[FinishReason, tuple[int, str | None]] = {
 }
 _GOES_ON = RequestOutput("", CompletionOutput(0, 0, []), finished=False)
 """What every output begins as; what differs from it is set."""
-_REASONS = {**{int(reason): reason for reason in FinishReason}, ACKNOWLEDGED: FinishReason.NONE}
+_REASONS = {
+    **{int(reason): reason for reason in FinishReason},
+    **dict.fromkeys((ACKNOWLEDGED, SILENT), FinishReason.NONE),
+}
 """By value: a look-up where the class would be called for every row."""
 _WITH_A_RESULT = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.RECOVERY)
 _WITH_TOKENS = (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH)
