@@ -171,7 +171,8 @@ private:
   }
 
   [[nodiscard]] static bool ends(uint32_t mark) noexcept {
-    return mark != TP_FINISH_NONE && mark != TP_MARK_SHIELD && mark != TP_OUTPUT_ACKNOWLEDGED;
+    return mark != TP_FINISH_NONE && mark != TP_MARK_SHIELD && mark != TP_OUTPUT_ACKNOWLEDGED &&
+           mark != TP_OUTPUT_SILENT;
   }
 
   // TP_FINISH_* of the mark that ends generation `generation` of row i at source sequence `at`.
@@ -207,7 +208,7 @@ private:
     begin_rewrite();
     write_progress();
     fault::point("decoder.progress_written");
-    if (!out_.empty() || (slot && is_end_of_drafts(*slot)))
+    if (!out_.empty() || (slot && (is_end_of_drafts(*slot) || is_end_of_message(*slot))))
       write_frame(slot);
     fault::point("decoder.frame_written");
     write_commit();
@@ -401,7 +402,7 @@ private:
     if (row.state == TP_ROW_ACKNOWLEDGED)
       acknowledge(slot, row);
     else if (row.state == TP_ROW_NONE)
-      note_idle(slot, row.index);
+      pass_silent(slot, row);
     else if (state_[row.index].terminal != TP_FINISH_NONE ||
              rows_[row.index].mark != TP_FINISH_NONE)
       count.dropped_finished += is_tokens ? row.num : 0;
@@ -460,6 +461,23 @@ private:
   // Also drafts of nobody are told: the handle holds their target's outputs until they come.
   [[nodiscard]] bool is_end_of_drafts(const tp_step &slot) const noexcept {
     return options_.enable_draft_logprob && slot.message_flag == TP_MESSAGE_DRAFT;
+  }
+
+  // Which rows a message names, and which not, tells a scheduler of a preempted row (FastDeploy's).
+  [[nodiscard]] bool tells_messages() const noexcept {
+    return options_.report_acknowledgements && options_.source == TP_SOURCE_ZMQ;
+  }
+
+  // Told also where no row is ours. Once is enough: the handle puts the decoders' frames together.
+  [[nodiscard]] bool is_end_of_message(const tp_step &slot) const noexcept {
+    return k_ == 0 && slot.flags & TP_STEP_MESSAGE_END && tells_messages();
+  }
+
+  void pass_silent(const tp_step &slot, const SlotRow &row) noexcept {
+    note_idle(slot, row.index);
+    if (tells_messages() && has_outputs(slot) && state_[row.index].terminal == TP_FINISH_NONE &&
+        rows_[row.index].mark == TP_FINISH_NONE)
+      push({row.index, state_[row.index].emitted, row.first, 0, TP_OUTPUT_SILENT});
   }
 
   // Drafts without a position belong to the last target step: a row that it gave nothing has none.
@@ -727,8 +745,8 @@ private:
 
   void write_frame(const tp_step *slot) noexcept {
     tp_frame &frame = core_.frame(k_, commit_.frames);
-    constexpr uint32_t echoed =
-        TP_STEP_NOT_NEED_STOP | TP_STEP_POOLING | TP_STEP_PROMPT | TP_STEP_ACCEPT | TP_STEP_GAP;
+    constexpr uint32_t echoed = TP_STEP_NOT_NEED_STOP | TP_STEP_POOLING | TP_STEP_PROMPT |
+                                TP_STEP_ACCEPT | TP_STEP_GAP | TP_STEP_MESSAGE_END;
     const auto n = static_cast<uint32_t>(out_.size());
     const uint32_t flags = slot ? slot->flags & echoed : 0;
     const bool pooling = flags & TP_STEP_POOLING;

@@ -112,9 +112,10 @@ enum {
   TP_FINISH_SHUTDOWN = 6,
 };
 
-/* No end, beside them in a frame's finish_reason: the engine has let go of the row. Such a row has
- * no tokens; only with tp_options.report_acknowledgements. */
-enum { TP_OUTPUT_ACKNOWLEDGED = 32 };
+/* No ends, beside them in a frame's finish_reason: the engine has let go of the row; or (zmq only)
+ * a message names the row without a token. Such a row has no tokens; only with
+ * tp_options.report_acknowledgements. */
+enum { TP_OUTPUT_ACKNOWLEDGED = 32, TP_OUTPUT_SILENT = 33 };
 
 /* A mark that ends nothing: a decode instance's row is shielded, its tokens are not delivered. */
 enum { TP_MARK_SHIELD = 16 };
@@ -171,6 +172,7 @@ enum {
   TP_STEP_PROMPT = 16,       /* logprobs of prompt tokens; positions tell where in the prompt */
   TP_STEP_UNSTAMPED = 32,    /* the wire has no generations: a row is whoever is admitted there */
   TP_STEP_GAP = 64,          /* steps before this one may be lost: every running request ends */
+  TP_STEP_MESSAGE_END = 128, /* zmq: with it all rows of a message are told */
 };
 
 enum { TP_COMMAND_FREE = 0, TP_COMMAND_POSTED = 1, TP_COMMAND_DONE = 2 };
@@ -512,7 +514,7 @@ typedef struct {
   uint32_t message_flag;
   uint32_t has_slot; /* 0: finals of marks only, no step behind it */
   uint32_t flags;    /* TP_STEP_NOT_NEED_STOP, TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_ACCEPT,
-                        TP_STEP_GAP */
+                        TP_STEP_GAP, TP_STEP_MESSAGE_END */
   uint32_t bytes;
   uint32_t num_drafts;
   uint32_t num_firsts; /* rows whose first output this is */

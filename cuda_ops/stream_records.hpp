@@ -38,6 +38,7 @@ public:
       for (const Fields &fields : fields_)
         rows_.push_back(row_of(fields));
       take_rows();
+      mark_end();
       return std::nullopt;
     } catch (const pickle::Refused &refused) {
       clear();
@@ -403,6 +404,15 @@ private:
       if (!run_.empty())
         take_run(mode, width.value_or(0));
     }
+  }
+
+  // Drafts are about rows that their target's step has told.
+  void mark_end() noexcept {
+    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step)
+      if (step->message_flag == TP_MESSAGE_TARGET && !(step->flags & TP_STEP_PROMPT)) {
+        step->flags |= TP_STEP_MESSAGE_END;
+        return;
+      }
   }
 
   void take_run(Mode mode, uint32_t width) {

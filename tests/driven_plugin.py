@@ -1,30 +1,60 @@
-"""A token processor of ours in a stand-in FastDeploy, over a real System V queue."""
+"""A token processor of ours in a stand-in FastDeploy, over a real System V queue or socket."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fastdeploy_peer as peer
 import fastdeploy_standins as fd
 import pytest
+import zmq_peer
+from stand_ins import record
 
 from support import wait_until
 from tokenpipe.fastdeploy.processor import TokenProcessor
 
+RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
 FOLDER = "/dev/shm"
 _CLONE_NEWIPC = 0x08000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def said(output: Any) -> dict[str, Any]:
+    """What the scheduler and the client go by."""
+    completion = output.outputs
+    return {
+        "id": output.request_id,
+        "row": completion.index,
+        "send_idx": completion.send_idx,
+        "tokens": completion.token_ids,
+        "end": output.finished,
+        "error": (output.error_code, output.error_msg),
+    }
+
+
+def row(
+    request_id: str,
+    row: int,
+    send_idx: int,
+    tokens: list[int],
+    end: bool = False,
+    error: Any = None,
+) -> dict[str, Any]:
+    """What said() must give."""
+    names = {"id": request_id, "row": row, "send_idx": send_idx, "tokens": tokens, "end": end}
+    return {**names, "error": (200, error)}
+
+
 class Driven:
     """The engine around one processor; the test is its worker."""
 
-    def __init__(self, fastdeploy: fd.FastDeploy, cfg: Any, key: int) -> None:
+    def __init__(self, fastdeploy: fd.FastDeploy, cfg: Any, worker: Callable[[], Any]) -> None:
         self.fastdeploy = fastdeploy
         self.calls = fastdeploy.calls
         self.metrics = fastdeploy.metrics
@@ -39,7 +69,8 @@ class Driven:
             engine_worker_queue=self.queue,
             split_connector=self,
         )
-        self.worker = peer.Worker(key)
+        self.worker = worker()
+        self.uses_zmq = isinstance(self.worker, zmq_peer.Worker)
         self.manager: Any = None
         self.is_v1 = True
         self._seen = 0
@@ -69,21 +100,35 @@ class Driven:
         self.manager.give(row, task)
         return task
 
-    def send(self, *payloads: bytes) -> None:
-        """The worker saves steps."""
+    def send(self, *payloads: Any) -> None:
+        """The worker saves steps: a message each, on the zmq path a list of records."""
         for payload in payloads:
-            self.worker.send(payload)
+            if self.uses_zmq:
+                self.worker.send(*payload)
+            else:
+                self.worker.send(payload)
 
     def settle(self) -> None:
         """Waits until all that was saved is decoded, delivered and applied."""
-        pipe = self.processor._pipe
-        pipe.sync()
+        if self.uses_zmq:
+            self._sync_zmq()
+        else:
+            self.processor._pipe.sync()
         wait_until(self._is_idle)
         # An end that the processor has asked for comes in a frame of its own.
         wait_until(lambda: not any(n.dropped_at for n in self.processor._rows.running()))
         wait_until(self._is_idle)
         if self.is_v1:
             wait_until(self._has_finished)
+
+    def _sync_zmq(self) -> None:
+        """Waits for a message of our own, behind the others: one that is refused and counted."""
+        pipe = self.processor._pipe
+        count = pipe.status()["counters"]["bad_message"]
+        self.worker.send_bytes(b"")
+        wait_until(lambda: pipe.status()["counters"]["bad_message"] > count)
+        names = [f"decoder-{k}" for k in range(pipe.config.num_decoders)]
+        wait_until(lambda: not any(pipe.status()["roles"][name]["lag"] for name in names))
 
     def _is_idle(self) -> bool:
         processor = self.processor
@@ -121,9 +166,11 @@ class Driven:
         self.fastdeploy.envs.FD_ENABLE_INTERNAL_ADAPTER = 0
         return self
 
-    def _empty_rows(self) -> bytes:
+    def _empty_rows(self) -> Any:
         """A step that says that the worker has let go of every row."""
         n, op = self.num_rows, self.processor._pipe.config.sysv_op
+        if self.uses_zmq:
+            return [record(i, -9) for i in range(n)]
         if op == "get_output":
             return peer.plain([-9] * n)
         if op == "get_output_topk":
@@ -132,7 +179,7 @@ class Driven:
             return peer.speculate([[0]] * n, [-9] * n)
         return peer.speculate_topk([[[0]]] * n, [[[0.0]]] * n, [[0]] * n, [-9] * n)
 
-    def step(self, *payloads: bytes) -> list[Any]:
+    def step(self, *payloads: Any) -> list[Any]:
         """Sends, and returns the outputs."""
         self.send(*payloads)
         return self.outputs()
@@ -151,14 +198,32 @@ def driven(patch: pytest.MonkeyPatch, *, run: bool = True, **settings: Any) -> I
     patch.setenv("TOKENPIPE_SYSV_FOLDER", FOLDER)
     key = peer.custom_ftok(FOLDER, queue_id)
     with fd.installed() as fastdeploy:
-        engine = Driven(fastdeploy, fd.config(**settings), key)
+        yield from _driven(Driven(fastdeploy, fd.config(**settings), lambda: peer.Worker(key)), run)
+
+
+@contextlib.contextmanager
+def driven_by_zmq(patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Driven]:
+    """The same with FD_USE_GET_SAVE_OUTPUT_V1=1."""
+    with tempfile.TemporaryDirectory(prefix="tpz") as folder, fd.installed() as fastdeploy:
+        path = f"{folder}/rank0.socket"
+        patch.setenv("TOKENPIPE_ZMQ_SOCKET", path)
+        fastdeploy.envs.FD_USE_GET_SAVE_OUTPUT_V1 = True
+        engine = Driven(fastdeploy, fd.config(**settings), lambda: zmq_peer.Worker(path))
         try:
-            engine.use_new()
-            if run:
-                engine.processor.run()
-            yield engine
+            yield from _driven(engine, run=True)
         finally:
-            engine.processor.stop()
+            engine.worker.close()
+        assert not os.listdir(folder), "the socket file is removed with its pipeline"
+
+
+def _driven(engine: Driven, run: bool) -> Iterator[Driven]:
+    try:
+        engine.use_new()
+        if run:
+            engine.processor.run()
+        yield engine
+    finally:
+        engine.processor.stop()
 
 
 @contextlib.contextmanager

@@ -29,6 +29,34 @@ class LogprobsLists(NamedTuple):
     sampled_token_ranks: list[int]
 
 
+class LogprobsTensors(NamedTuple):
+    """fastdeploy.worker.output.LogprobsTensors"""
+
+    logprob_token_ids: Any
+    logprobs: Any
+    selected_token_ranks: Any
+
+
+@dataclass
+class PoolingOutput:
+    """The vector of a pooling request."""
+
+    data: list[Any]
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The output of a pooling request; the defaults are FastDeploy's, commas and all."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    metrics: Any = (None,)
+    error_code: Any = (200,)
+    error_msg: Any = (None,)
+
+
 @dataclass
 class SpeculateMetrics:
     """How a request's drafts did."""
@@ -440,13 +468,17 @@ def config(
     method: SpecMethod | None = None,
     num_drafts: int = 5,
     draft_logprob: bool = False,
+    max_logprobs: int = 20,
+    runner_type: str = "generate",
 ) -> Any:
     """FastDeploy's `cfg`."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             method=method, num_speculative_tokens=num_drafts, enable_draft_logprob=draft_logprob
         ),
-        model_config=SimpleNamespace(enable_logprob=logprob),
+        model_config=SimpleNamespace(
+            enable_logprob=logprob, max_logprobs=max_logprobs, runner_type=runner_type
+        ),
         parallel_config=SimpleNamespace(
             local_data_parallel_id=0,
             data_parallel_size=1,
@@ -496,9 +528,14 @@ class FastDeploy:
                 "RequestOutput": RequestOutput,
                 "CompletionOutput": CompletionOutput,
                 "SpeculateMetrics": SpeculateMetrics,
+                "PoolingOutput": PoolingOutput,
+                "PoolingRequestOutput": PoolingRequestOutput,
             },
             "fastdeploy.worker": {},
-            "fastdeploy.worker.output": {"LogprobsLists": LogprobsLists},
+            "fastdeploy.worker.output": {
+                "LogprobsLists": LogprobsLists,
+                "LogprobsTensors": LogprobsTensors,
+            },
             "fastdeploy.metrics": {},
             "fastdeploy.metrics.metrics": {"main_process_metrics": self.metrics},
             "fastdeploy.metrics.trace": tracing,

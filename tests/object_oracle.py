@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 import tokenpipe as tp
-from tokenpipe.commands import ACKNOWLEDGED, FinishReason
+from tokenpipe.commands import ACKNOWLEDGED, SILENT, FinishReason
 from tokenpipe.config import PipelineConfig
 from tokenpipe.objects import GAP_TEXT, RECOVERY_TEXT, ObjectMaker
 from tokenpipe.outputs import OutputBatch
@@ -77,7 +77,7 @@ def _object(
     batch: OutputBatch, i: int, request: tp.Request, config: PipelineConfig, offset_ns: int
 ) -> AnyOutput:
     value = int(batch.finish_reason[i])  # a row that was let go of has not ended
-    reason = FinishReason.NONE if value == ACKNOWLEDGED else FinishReason(value)
+    reason = FinishReason.NONE if value in (ACKNOWLEDGED, SILENT) else FinishReason(value)
     row, send_idx = int(batch.row[i]), int(batch.send_idx[i])
     now = ((batch.saved_ns or batch.committed_ns) + offset_ns) / 1e9
     first_ns = int(batch.first_token_ns[i])

@@ -269,6 +269,7 @@ def test_pipelines_made_and_closed_leave_nothing_in_the_process(unique_name: str
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_hundred_pipelines_made_and_closed_leave_nothing_in_the_process(
     unique_name: str,
 ) -> None:

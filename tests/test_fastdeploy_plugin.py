@@ -19,7 +19,7 @@ import fastdeploy_peer as peer
 import fastdeploy_standins as fd
 import numpy as np
 import pytest
-from driven_plugin import Driven, driven, private_ipc
+from driven_plugin import RECOVERY_TEXT, Driven, driven, private_ipc, row, said
 from prometheus_client import CollectorRegistry, Histogram
 
 import tokenpipe as tp
@@ -31,7 +31,6 @@ from tokenpipe.fastdeploy.processor import TokenProcessor
 from tokenpipe.fastdeploy.rows import TasksList
 from tokenpipe.fastdeploy.settings import config_of
 
-RECOVERY_TEXT = "Recover is not supported, the result is incomplete!"
 ROOMY = (1 << 20, 1 << 22)
 """msgmax and msgmnb that carry every message."""
 
@@ -57,32 +56,6 @@ def plain_v0(plain_engine: Driven) -> Driven:
 def kill(pid: int) -> None:
     """SIGKILL."""
     os.kill(pid, signal.SIGKILL)
-
-
-def said(output: Any) -> dict[str, Any]:
-    """What the scheduler and the client go by."""
-    completion = output.outputs
-    return {
-        "id": output.request_id,
-        "row": completion.index,
-        "send_idx": completion.send_idx,
-        "tokens": completion.token_ids,
-        "end": output.finished,
-        "error": (output.error_code, output.error_msg),
-    }
-
-
-def row(
-    request_id: str,
-    row: int,
-    send_idx: int,
-    tokens: list[int],
-    end: bool = False,
-    error: Any = None,
-) -> dict[str, Any]:
-    """What said() must give."""
-    names = {"id": request_id, "row": row, "send_idx": send_idx, "tokens": tokens, "end": end}
-    return {**names, "error": (200, error)}
 
 
 # --- the hook
@@ -131,11 +104,6 @@ def test_a_start_that_the_kernels_limits_forbid_says_which(
     ):
         pass
     assert "kernel.msgmax" in caplog.text
-
-
-def test_the_zmq_path_is_refused_by_its_setting() -> None:
-    with pytest.raises(tp.ConfigError, match="FD_USE_GET_SAVE_OUTPUT_V1"):
-        config_of(fd.config(), use_zmq=True)
 
 
 @pytest.mark.parametrize(

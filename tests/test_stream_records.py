@@ -28,6 +28,7 @@ from tokenpipe.layout import STEP
 ROWS, TOP, DRAFTS, FLOATS = 8, 4, 3, 6
 ACCEPT, POSITIONS, POOLING, PROMPT = 1, 2, 8, 16
 EVERY = 4 | 32  # NOT_NEED_STOP, UNSTAMPED
+MESSAGE_END = 128
 TOKEN, NONE, RECOVERY, ACKNOWLEDGED, REFUSED = 0, 1, 2, 3, 255
 BAD_ROWS, BAD_WIDTH, BAD_MESSAGE = 1, 2, 7
 COLUMNS = {
@@ -45,8 +46,9 @@ COLUMNS = {
 
 @dataclass
 class Step:
-    """A slot's header and columns; `flags` without those that every step has."""
+    """A slot's header and columns; `flags` without MESSAGE_END and those that every step has."""
 
+    is_end: bool
     flags: int
     message_flag: int
     width: int
@@ -121,8 +123,9 @@ class Harness:
             name: np.frombuffer(memory, dtype, counts[name], begin + at[name]).tolist()
             for name, dtype in COLUMNS.items()
         }
-        flags &= ~EVERY
-        return Step(flags, int(head["message_flag"]), width, int(head["bad"]), columns)
+        is_end = bool(flags & MESSAGE_END)
+        flags &= ~(EVERY | MESSAGE_END)
+        return Step(is_end, flags, int(head["message_flag"]), width, int(head["bad"]), columns)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +243,7 @@ def test_targets_come_before_drafts(harness: Harness) -> None:
     assert (draft.message_flag, draft.flags, draft.rows) == (4, ACCEPT, [1])
     assert (draft.topk_ids, draft.ranks) == ([4, 1, 5, 2], [1, 2])
     assert (narrow.rows, narrow.accept_num, narrow.topk_ids) == ([2], [1], [9])
+    assert [step.is_end for step in (target, draft, narrow)] == [True, False, False]
 
 
 # --- pooling and prompts
@@ -251,6 +255,7 @@ def test_vectors(harness: Harness) -> None:
     pair, wide = harness.steps(pickled(rows))
     assert (pair.flags, pair.width, pair.logprobs) == (POOLING, 2, [1, 2, 3, 4])
     assert (wide.rows, wide.width, wide.logprobs) == ([1], 6, [1] * 6)
+    assert (pair.is_end, wide.is_end) == (False, True)
 
 
 def test_prompt_logprobs_come_before_the_token_in_pieces(harness: Harness) -> None:
@@ -270,6 +275,7 @@ def test_prompt_logprobs_come_before_the_token_in_pieces(harness: Harness) -> No
         assert piece.positions == [begin]
         begin += piece.accept_num[0]
     assert (begin, tokens.rows, tokens.tokens) == (count, [6, 4], [1, 2])
+    assert [step.is_end for step in (*pieces, tokens)] == [False] * 3 + [True]
 
 
 # --- any rows at all

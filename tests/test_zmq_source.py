@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import zmq
-from stand_ins import candidates, pickled, record
+from stand_ins import candidates, record
+from zmq_peer import Worker
 
 import tokenpipe as tp
 from support import wait_until
@@ -24,27 +24,6 @@ from tokenpipe.errors import ConfigError, ExitCode, SocketTakenError, WrongSourc
 from tokenpipe.objects import GAP_TEXT
 from tokenpipe.records import AnyOutput
 from tokenpipe.socket_file import remove_stale
-
-
-class Worker:
-    """FastDeploy's worker: a PUSH socket that pickles."""
-
-    def __init__(self, path: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDTIMEO, 20_000)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 1)
-        self._socket.connect(f"ipc://{path}")
-
-    def send(self, *rows: Any) -> None:
-        self.send_bytes(pickled(list(rows)))
-
-    def send_bytes(self, message: bytes) -> None:
-        self._socket.send(message)
-
-    def close(self) -> None:
-        self._context.destroy()
 
 
 class Setup:

@@ -56,6 +56,8 @@ class FinishReason(IntEnum):
 
 ACKNOWLEDGED = 32
 """In the same column, and no end: the engine has let go of the row (TP_OUTPUT_ACKNOWLEDGED)."""
+SILENT = 33
+"""Likewise: a message of the zmq source names the row without a token (TP_OUTPUT_SILENT)."""
 
 
 class Phase(IntEnum):

@@ -207,7 +207,8 @@ class PipelineConfig:
     report_acknowledgements: bool = _setting(
         False,
         "engine",
-        "tell the client when the engine lets go of a row: its scheduler acts by itself",
+        "tell the client when the engine lets go of a row, and (zmq) of rows that a message names "
+        "without a token: its scheduler acts by itself",
     )
 
     metrics_prefix: str = _setting(

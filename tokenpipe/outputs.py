@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 
 # tp_frame up to its padding: six uint64, eleven uint32.
 _HEAD = struct.Struct("<6Q11I")
-_POOLING, _PROMPT, _GAP = 8, 16, 64  # TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_GAP
+# TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_GAP, TP_STEP_MESSAGE_END
+_POOLING, _PROMPT, _GAP, _MESSAGE_END = 8, 16, 64, 128
 TARGET, DRAFT = 3, 4  # message_flag
 
 
@@ -107,6 +108,13 @@ class OutputBatch:
         """Whether steps before this one may have been lost, so that its requests ended."""
         return bool(self.flags & _GAP)
 
+    @property
+    def is_message_end(self) -> bool:
+        """zmq: whether every row that a message names has been told, with the batches before this
+        one that have its saved_ns. Without report_acknowledgements rows without an output are not
+        told."""
+        return bool(self.flags & _MESSAGE_END)
+
     @cached_property
     def _at(self) -> tuple[int, ...]:
         count = self.num_rows if self.flags & _POOLING else self.num_tokens
@@ -147,7 +155,7 @@ class OutputBatch:
     @cached_property
     def finish_reason(self) -> Array:
         """uint8 [n]: FinishReason, 0 while the request goes on; with report_acknowledgements also
-        ACKNOWLEDGED, of a row without tokens that the engine has let go of."""
+        ACKNOWLEDGED, of a row without tokens that the engine has let go of, and SILENT (zmq)."""
         return self._column(4, np.uint8, self.num_rows)
 
     @cached_property

@@ -119,16 +119,9 @@ class Request:
         """Returns what has come of the prompt's logprobs since the last call, in prompt order."""
         if not self._prompt_pieces:
             return None
-        places = {
-            begin + j: columns
-            for begin, piece in self._prompt_pieces
-            for j, columns in enumerate(
-                zip(piece.logprob_token_ids, piece.logprobs, piece.sampled_token_ranks, strict=True)
-            )
-        }
+        found = in_prompt_order(self._prompt_pieces)
         self._prompt_pieces.clear()
-        ids, logprobs, ranks = zip(*(places[at] for at in sorted(places)), strict=True)
-        return LogprobsLists(list(ids), list(logprobs), list(ranks))
+        return found
 
     @property
     def flags(self) -> int:
@@ -142,6 +135,20 @@ class Request:
         if self.num_blocks is not None:
             return self.num_blocks
         return -(-len(self.prompt_token_ids) // config.block_size) if config.num_blocks else 0
+
+
+def in_prompt_order(pieces: list[tuple[int, LogprobsLists]]) -> LogprobsLists:
+    """Returns pieces of a prompt's logprobs, of prompt token `begin` and following each, as one; at
+    least one token. A place that is there twice has its last value."""
+    places = {
+        begin + j: columns
+        for begin, piece in pieces
+        for j, columns in enumerate(
+            zip(piece.logprob_token_ids, piece.logprobs, piece.sampled_token_ranks, strict=True)
+        )
+    }
+    ids, logprobs, ranks = zip(*(places[at] for at in sorted(places)), strict=True)
+    return LogprobsLists(list(ids), list(logprobs), list(ranks))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from tokenpipe.commands import FinishReason
 from tokenpipe.fastdeploy.host import Host
 from tokenpipe.objects import ERRORS
 from tokenpipe.outputs import TARGET, OutputBatch
-from tokenpipe.records import SpeculateMetrics
+from tokenpipe.records import LogprobsLists, SpeculateMetrics
+from tokenpipe.requests import in_prompt_order
 
 
 class Columns:
@@ -20,7 +23,7 @@ class Columns:
 
     __slots__ = (
         *("batch", "draft_offsets", "drafts", "generations", "ids", "logprobs", "offsets", "ranks"),
-        *("reasons", "rows", "tokens", "width"),
+        *("reasons", "rows", "tokens", "vectors", "width"),
     )
 
     def __init__(self, batch: OutputBatch) -> None:
@@ -30,7 +33,9 @@ class Columns:
         self.reasons: list[int] = batch.finish_reason.tolist()
         self.offsets: list[int] = batch.token_offsets.tolist()
         self.tokens: list[int] = batch.token_ids.tolist()
-        self.width = batch.width
+        is_pooling = batch.kind == "pooling"
+        self.vectors: list[list[float]] | None = batch.vectors.tolist() if is_pooling else None
+        self.width = 0 if is_pooling else batch.width
         if self.width:
             self.ids: list[list[int]] = batch.topk_ids.tolist()
             self.logprobs: list[list[float]] = batch.topk_logprobs.tolist()
@@ -39,6 +44,11 @@ class Columns:
         if batch.num_drafts:
             self.draft_offsets: list[int] = batch.draft_offsets.tolist()
             self.drafts = batch.draft_token_ids.tolist()
+
+    def candidates(self, i: int) -> LogprobsLists:
+        """Returns the candidates of the tokens of row i."""
+        part = slice(*self.offsets[i : i + 2])
+        return LogprobsLists(self.ids[part], self.logprobs[part], self.ranks[part])
 
 
 class Converter:
@@ -95,6 +105,28 @@ class Converter:
             found = columns.batch.drafts.of(i)
             if found is not None:
                 outputs.draft_top_logprobs = self._make_lists(*found)
+
+    def add_prompt_logprobs(self, made: Any, pieces: list[tuple[int, LogprobsLists]]) -> None:
+        """Adds the prompt's candidates as arrays, for which FastDeploy's readers can ask shape,
+        flatten() and tolist(), as of the tensors that its own processor hands on."""
+        found = in_prompt_order(pieces)
+        made.prompt_logprobs = self._host.LogprobsTensors(
+            np.array(found.logprob_token_ids, np.int64),
+            np.array(found.logprobs, np.float32),
+            np.array(found.sampled_token_ranks, np.int64),
+        )
+
+    def pooling(self, task: Any, vector: list[float], metrics: Any) -> Any:
+        """Returns the one output of a pooling request."""
+        made = self._host.PoolingRequestOutput(
+            request_id=task.request_id,
+            outputs=self._host.PoolingOutput(data=vector),
+            prompt_token_ids=task.prompt_token_ids,
+            finished=True,
+            metrics=metrics,
+        )
+        made.error_code, made.error_msg = 200, None  # their defaults are tuples (fault F43)
+        return made
 
     @staticmethod
     def add_drafts(made: Any, columns: Columns, i: int) -> None:

@@ -15,7 +15,10 @@ from tokenpipe import records
 
 _log = logging.getLogger("tokenpipe.fastdeploy")
 
-_OUTPUTS = ("RequestOutput", "CompletionOutput", "SpeculateMetrics")
+_OUTPUTS = (
+    *("RequestOutput", "CompletionOutput", "SpeculateMetrics"),
+    *("PoolingRequestOutput", "PoolingOutput"),
+)
 
 
 def _nothing(*_args: Any, **_fields: Any) -> None:
@@ -49,6 +52,7 @@ class Host:
             setattr(self, name, getattr(request, name, getattr(records, name)))
         worker = self._module("fastdeploy.worker.output")
         self.LogprobsLists: Any = getattr(worker, "LogprobsLists", records.LogprobsLists)
+        self.LogprobsTensors: Any = getattr(worker, "LogprobsTensors", records.LogprobsLists)
         metrics = self._module("fastdeploy.metrics.metrics")
         self.metrics: Any = getattr(metrics, "main_process_metrics", None)
         self.tracing: Any = self._module("fastdeploy.metrics.trace") or _NO_TRACING
@@ -66,6 +70,8 @@ class Host:
     RequestOutput: Any
     CompletionOutput: Any
     SpeculateMetrics: Any
+    PoolingRequestOutput: Any
+    PoolingOutput: Any
 
     def _module(self, name: str) -> Any:
         try:

@@ -31,6 +31,18 @@ class Manager:
                 request_id in getattr(self._manager, "to_be_rescheduled_request_id_set", _NO_IDS),
             )
 
+    def reschedule_absent(self, rows: set[int]) -> list[str]:
+        """Lets every request be scheduled again that is being preempted and whose row is not among
+        `rows`, those of a whole message: no token of it will come. Returns their ids."""
+        manager = self._manager
+        with self._lock:
+            tasks = getattr(manager, "requests", {})
+            marked = getattr(manager, "to_be_rescheduled_request_id_set", _NO_IDS)
+            absent = [i for i in marked if i in tasks and tasks[i].idx not in rows]
+        for request_id in absent:
+            manager.reschedule_preempt_task(request_id)
+        return absent
+
     def shielded(self) -> frozenset[str]:
         """Returns the ids of a decode instance whose outputs are not wanted any more."""
         with self._lock:

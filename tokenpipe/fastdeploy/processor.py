@@ -16,7 +16,8 @@ import weakref
 from collections import Counter, deque
 from typing import Any
 
-from tokenpipe.commands import ACKNOWLEDGED, FinishReason
+from tokenpipe.commands import ACKNOWLEDGED, SILENT, FinishReason
+from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import PipelineGoneError, TokenpipeError
 from tokenpipe.fastdeploy.conversion import Columns, Converter
 from tokenpipe.fastdeploy.figures import Figures
@@ -26,6 +27,7 @@ from tokenpipe.fastdeploy.manager import Manager
 from tokenpipe.fastdeploy.rows import Life, Rows, TasksList
 from tokenpipe.fastdeploy.settings import config_of
 from tokenpipe.fastdeploy.telling import Telling
+from tokenpipe.objects import GAP_TEXT
 from tokenpipe.outputs import TARGET, OutputBatch
 from tokenpipe.pipeline import Pipeline
 
@@ -101,6 +103,10 @@ class TokenProcessor:
         self._figures = Figures(host, method, self._num_drafts)
         self._telling = Telling(host)
         self._pipe = self._start()
+        self._uses_zmq = self._pipe.config.source == "zmq"
+        self._message_ns = 0
+        self._message_rows: set[int] = set()
+        """Rows that the message in hand names."""
         rows = self._pipe.config.max_num_seqs
         self._rows = Rows(self._pipe, rows, self._make_room)
         self._take_lock = threading.Lock()
@@ -126,9 +132,8 @@ class TokenProcessor:
         config = pipe.config
         host.say(
             logging.WARNING,
-            "the token processor is pipeline %s: %s of queue %d, %d rows, health at %s",
-            *(config.name, config.sysv_op, config.sysv_queue_id, config.max_num_seqs),
-            pipe.health_url,
+            "the token processor is pipeline %s: %s, %d rows, health at %s",
+            *(config.name, _source(config), config.max_num_seqs, pipe.health_url),
         )
         if host.missing:
             host.say(logging.WARNING, "not found in FastDeploy: %s", "; ".join(host.missing))
@@ -300,6 +305,11 @@ class TokenProcessor:
 
     def _handle(self, batch: OutputBatch) -> None:
         columns = Columns(batch)
+        if batch.kind == "prompt":
+            self._keep_prompt_logprobs(columns)
+            return
+        if self._uses_zmq and self._host.is_v1 and batch.has_slot:
+            self._look_for_the_absent(columns)
         is_shielding = self._role == "decode" and self._host.is_v1
         shielded = self._manager.shielded() if is_shielding else _NOBODY
         step = _Step(self.resource_manager.stop_flags, shielded)
@@ -323,8 +333,28 @@ class TokenProcessor:
             if result is not None:
                 results.append(result)
         self._tell_step(step)
-        if results or batch.has_slot:
+        if results or (batch.has_slot and any(r != SILENT for r in columns.reasons)):
             self._deliver(results)
+
+    def _keep_prompt_logprobs(self, columns: Columns) -> None:
+        begins = columns.batch.send_idx.tolist()
+        for i, row in enumerate(columns.rows):
+            life = self._rows.find(row, columns.generations[i])
+            if life is not None:
+                life.prompt_pieces.append((begins[i], columns.candidates(i)))
+
+    def _look_for_the_absent(self, columns: Columns) -> None:
+        """Once all of a message is here, and before its (last) rows: a preempted row that it does
+        not name has no more tokens."""
+        batch = columns.batch
+        if batch.saved_ns != self._message_ns:
+            self._message_ns = batch.saved_ns
+            self._message_rows.clear()
+        self._message_rows.update(columns.rows)
+        if not batch.is_message_end:
+            return
+        for request_id in self._manager.reschedule_absent(self._message_rows):
+            self._tell_of_preemption(request_id)
 
     def _tell_step(self, step: _Step) -> None:
         self._figures.step(step.gaps, step.gap_counts, step.num_tokens)
@@ -336,8 +366,13 @@ class TokenProcessor:
     def _row(self, columns: Columns, i: int, life: Life, step: _Step) -> Any:
         """Returns the output of one row, None where it has none."""
         task, reason = life.task, columns.reasons[i]
+        if reason == SILENT:
+            return None
         if reason in _OF_MARKS:
-            return self._ended(life, FinishReason(reason))
+            made = self._ended(life, FinishReason(reason))
+            if made is not None and reason == FinishReason.ERROR and columns.batch.is_gap:
+                made.error_msg = GAP_TEXT
+            return made
         if step.stop_flags[life.row] or task.request_id in step.shielded:
             self.num_dropped_rows += 1
             if reason not in (FinishReason.NONE, ACKNOWLEDGED):
@@ -349,6 +384,8 @@ class TokenProcessor:
             return None
         if getattr(task, "prefill_chunk_info", None) and self._is_chunk(life, reason):
             return None
+        if columns.vectors is not None:
+            return self._pool(life, columns.vectors[i], step)
         begin, end = columns.offsets[i], columns.offsets[i + 1]
         before = self.tokens_counter.get(task.request_id, 0)
         self._stamp(task, before, end - begin, step)
@@ -370,6 +407,9 @@ class TokenProcessor:
             converter.add_candidates(made, columns, i, begin, end)
         if columns.drafts:
             converter.add_drafts(made, columns, i)
+        if life.prompt_pieces:
+            pieces, life.prompt_pieces = life.prompt_pieces, []
+            converter.add_prompt_logprobs(made, pieces)
         if reason != FinishReason.NONE:
             return self._finish(columns, i, life, made, step)
         return made
@@ -378,10 +418,7 @@ class TokenProcessor:
         """Notes that `count` tokens have come behind `before`. A recovery stop is no token."""
         stamps = task.metrics
         if before == 0 and count:
-            stamps.record_recv_first_token()
-            stamps.cal_cost_time()
-            self._figures.first_token(task, step.now)
-            self._telling.first_token(task, step.now)
+            self._begin(task, step)
         else:
             stamps.record_recv_token()
             if before == 1 and count and self._role == "decode":
@@ -398,6 +435,24 @@ class TokenProcessor:
         self.tokens_counter[task.request_id] = before + count
         if self.scheduler_metrics_logger is not None and _is_decode_stage(task):
             step.decode_tokens += count
+
+    def _begin(self, task: Any, step: _Step) -> None:
+        """Notes a request's first output."""
+        task.metrics.record_recv_first_token()
+        task.metrics.cal_cost_time()
+        self._figures.first_token(task, step.now)
+        self._telling.first_token(task, step.now)
+
+    def _pool(self, life: Life, vector: list[float], step: _Step) -> Any:
+        """Returns the one output of a pooling request."""
+        task, now = life.task, step.now
+        self._begin(task, step)
+        made = self._converter.pooling(task, vector, self._converter.copy_metrics(task.metrics))
+        self._telling.end_of_span(task, now)
+        self._figures.completion(task, now, 0)
+        self._telling.completion(task)
+        self._recycle(life)
+        return made
 
     def _is_chunk(self, life: Life, reason: int) -> bool:
         """Whether a row's token belongs to a prompt that the worker has not all filled in: V0's
@@ -455,9 +510,7 @@ class TokenProcessor:
         """The worker has let go of a row: it was aborted, or preempted, or both."""
         request_id = life.task.request_id
         if not self._host.is_v1:
-            self._telling.stage(
-                "sync preemption for request_id {request_id} done.", request_id=request_id
-            )
+            self._tell_of_preemption(request_id)
             return
         is_aborted, is_preempted = self._manager.to_be_let_go(request_id)
         if is_aborted:
@@ -469,9 +522,11 @@ class TokenProcessor:
             )
         if is_preempted:
             self.resource_manager.reschedule_preempt_task(request_id)
-            self._telling.stage(
-                "sync preemption for request_id {request_id} done.", request_id=request_id
-            )
+            self._tell_of_preemption(request_id)
+
+    def _tell_of_preemption(self, request_id: str) -> None:
+        text = "sync preemption for request_id {request_id} done."
+        self._telling.stage(text, request_id=request_id)
 
     def _ended(self, life: Life, reason: FinishReason) -> Any:
         """Returns the last output of a request that no token has ended; None where the manager took
@@ -535,6 +590,12 @@ class TokenProcessor:
                     self.cached_generated_tokens.put_results([result])
                 except Exception:
                     self._host.say(logging.ERROR, "an output of %r is lost", result.request_id)
+
+
+def _source(config: PipelineConfig) -> str:
+    if config.source == "zmq":
+        return f"socket {config.zmq_socket}"
+    return f"{config.sysv_op} of queue {config.sysv_queue_id}"
 
 
 def _is_decode_stage(task: Any) -> bool:

@@ -22,6 +22,10 @@ the manager counts, and what is still on its way of the former task is dropped o
 one's barrier. (FastDeploy's own processor credits all of it, F27.) The assignment cannot deadlock
 with the processor's thread, which may wait for the same lock: while it waits, the submitting thread
 itself takes outputs off the rings, so that the barrier gets through.
+
+FastDeploy's socket (zmq) carries no barrier: there an admission holds for what is received after
+it, and what the worker had sent for a row before is the row's next task's, as with FastDeploy's
+own. A preempted request also ends its wait when a whole message does not name its row.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from typing import Any
 
 from tokenpipe.errors import DuplicateRequestError, RowBusyError, TokenpipeError
 from tokenpipe.pipeline import Pipeline
+from tokenpipe.records import LogprobsLists
 from tokenpipe.requests import Admission, Request
 
 _log = logging.getLogger("tokenpipe.fastdeploy")
@@ -47,7 +52,10 @@ _FREED_S = 5.0
 class Life:
     """One task's time in a row."""
 
-    __slots__ = ("admission", "dropped_at", "generation", "is_aborted", "is_over", "row", "task")
+    __slots__ = (
+        *("admission", "dropped_at", "generation", "is_aborted", "is_over", "prompt_pieces", "row"),
+        "task",
+    )
 
     def __init__(self, task: Any, row: int) -> None:
         self.task = task
@@ -59,6 +67,8 @@ class Life:
         """When the manager took the row away without an end of ours."""
         self.is_aborted = False
         """The worker's -9 has ended it, and the manager knows."""
+        self.prompt_pieces: list[tuple[int, LogprobsLists]] = []
+        """Logprobs of prompt tokens, for the next output."""
         self.is_over = False
 
 

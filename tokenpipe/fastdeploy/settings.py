@@ -9,6 +9,8 @@ from tokenpipe.errors import ConfigError
 
 _MOST_EOS_IDS = 64
 _MOST_ID_BYTES = 256
+_LOGPROBS = 20
+"""FastDeploy's own default of max_logprobs."""
 
 
 def op_of(cfg: Any) -> str:
@@ -22,19 +24,25 @@ def op_of(cfg: Any) -> str:
 
 
 def config_of(cfg: Any, *, use_zmq: bool) -> PipelineConfig:
-    """Returns the configuration for FastDeploy's `cfg`. Raises ConfigError."""
-    if use_zmq:
-        why = "reads the System V queue: set it to 0, or TOKENPIPE_DISABLE=1"
-        raise ConfigError("FD_USE_GET_SAVE_OUTPUT_V1", 1, why)
+    """Returns the configuration for FastDeploy's `cfg`. `use_zmq`: its worker sends to a socket,
+    not to a System V queue. Raises ConfigError."""
     op = op_of(cfg)
     fixed: dict[str, Any] = {
-        "source": "sysv",
-        "sysv_op": op,
         "max_num_seqs": _num_rows(cfg, SYSV_ROWS[SYSV_OPS[op]]),
-        "top_logprobs": 20 if op.endswith("_topk") else 0,
         "role": cfg.scheduler_config.splitwise_role,
         "report_acknowledgements": True,
     }
+    defaults: dict[str, Any] = {
+        "max_eos_ids": _MOST_EOS_IDS,
+        "max_request_id_bytes": _MOST_ID_BYTES,
+    }
+    if use_zmq:
+        fixed["source"] = "zmq"
+        defaults["zmq_socket"] = _socket(cfg.parallel_config)
+        defaults["top_logprobs"] = _width(cfg.model_config)
+    else:
+        top_logprobs = 20 if op.endswith("_topk") else 0
+        fixed |= {"source": "sysv", "sysv_op": op, "top_logprobs": top_logprobs}
     if op.startswith("speculate"):
         method, drafts = _name(cfg.speculative_config.method), _num_drafts(cfg)
         fixed |= {
@@ -44,8 +52,41 @@ def config_of(cfg: Any, *, use_zmq: bool) -> PipelineConfig:
             "enable_draft_logprob": op.endswith("_topk")
             and bool(getattr(cfg.speculative_config, "enable_draft_logprob", False)),
         }
-    defaults = {"max_eos_ids": _MOST_EOS_IDS, "max_request_id_bytes": _MOST_ID_BYTES}
-    return PipelineConfig.with_environment(fixed, defaults)
+    config = PipelineConfig.with_environment(fixed, defaults)
+    if use_zmq:
+        _check_zmq(cfg, config)
+    return config
+
+
+def _check_zmq(cfg: Any, config: PipelineConfig) -> None:
+    try:
+        import zmq  # noqa: F401 - for the reader, which would only fail to start
+    except ImportError as error:
+        why = "needs pyzmq: pip install 'tokenpipe[zmq]', or set it to 0"
+        raise ConfigError("FD_USE_GET_SAVE_OUTPUT_V1", 1, why) from error
+    most = _max_logprobs(cfg.model_config)
+    if cfg.model_config.enable_logprob and most < 0 and not config.top_logprobs:
+        why = "is every token there is: say in TOKENPIPE_TOP_LOGPROBS how many requests may ask for"
+        raise ConfigError("max_logprobs", most, why)
+    is_pooling = getattr(cfg.model_config, "runner_type", None) == "pooling"
+    if is_pooling and not config.max_pooling_floats:
+        why = "the model pools: say in TOKENPIPE_MAX_POOLING_FLOATS how many floats a vector has"
+        raise ConfigError("max_pooling_floats", 0, why)
+
+
+def _socket(parallel: Any) -> str:
+    """Where FastDeploy's worker sends to."""
+    rank, port = parallel.local_data_parallel_id, parallel.local_engine_worker_queue_port
+    return f"/dev/shm/get_save_output_rank{rank}_{port}.socket"
+
+
+def _width(model: Any) -> int:
+    return max(0, _max_logprobs(model)) if model.enable_logprob else 0
+
+
+def _max_logprobs(model: Any) -> int:
+    """FastDeploy's limit of a request's logprobs and prompt_logprobs; -1: the vocabulary."""
+    return int(getattr(model, "max_logprobs", _LOGPROBS))
 
 
 def _num_drafts(cfg: Any) -> int:
