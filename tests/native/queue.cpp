@@ -52,7 +52,7 @@ public:
   World(Variant variant, Generation generation, uint64_t seed)
       : variant_(variant), generation_(generation), arena_(sizes_for(variant)), core_(arena_.core),
         source_(arena_.source), random_(seed), producer_(core_),
-        reader_(core_, source_, variant, generation, Queue(1, -1)), client_(core_),
+        reader_(core_, source_, variant, generation, Queue(1, 0)), client_(core_),
         message_(payload_bytes(variant)) {
     core_.header().options.source = source_.head().kind = TP_SOURCE_SYSV;
     for (uint32_t k = 0; k < core_.sizes.num_decoders; ++k)
