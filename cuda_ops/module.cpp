@@ -216,8 +216,10 @@ private:
     return type == cuda || type == cuda_managed;
   }
   [[nodiscard]] static bool is_on_cuda(py::handle object) {
-    return py::hasattr(object, "__dlpack_device__") &&
-           is_cuda(object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>().first);
+    if (!py::hasattr(object, "__dlpack_device__"))
+      return false;
+    const py::tuple device = object.attr("__dlpack_device__")(); // Paddle's ordinal may be None
+    return is_cuda(py::int_(device[0]).cast<int32_t>());
   }
 
   // A member of its own, so that it is also released when the constructor throws.

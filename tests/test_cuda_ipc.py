@@ -22,6 +22,7 @@ from support import wait_until
 from tokenpipe import _native, cuda, layout
 from tokenpipe.config import PipelineConfig, cuda_library
 from tokenpipe.segment import Segment
+from tokenpipe.status import View
 
 ROWS, TOP, DEPTH, SLOTS, WATCHDOG_S = 24, 4, 3, 4, 30
 LAYOUT = (ROOT / "cuda_ops" / "layout.h").read_text()
@@ -395,7 +396,7 @@ def test_a_pipeline_delivers_what_its_engine_saved_on_a_device_also_when_readers
                 is_finished = output.finished
             if len(found) > 5 and not kills:
                 with Segment.attach(unique_name) as view:
-                    os.kill(_native.role_pid(view.core, 1), signal.SIGKILL)
+                    os.kill(int(View(view).roles[1]["pid"]), signal.SIGKILL)
                 kills += 1
             if is_finished:
                 break
