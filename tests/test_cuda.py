@@ -856,6 +856,7 @@ def test_build_ext_compiles_the_kernels_where_nvcc_is(tmp_path: Path) -> None:
     assert list((tmp_path / "tokenpipe").glob("_native.*.so"))
 
 
+@pytest.mark.full  # 13 s and more: it builds and runs what the tests above do, once more
 def test_the_gpu_check_runs_dry_without_a_gpu() -> None:
     """All of it but the GPU: build of the fake, values, pipelines, and the table of times."""
     done = subprocess.run(

@@ -198,8 +198,14 @@ def compared(seed: Seed, patch: pytest.MonkeyPatch, mode: str, v1: bool, num_ste
         twins.compare_what_is_left()
 
 
-@pytest.mark.parametrize("v1", [True, False])
-@pytest.mark.parametrize("mode", ["plain", "topk", "spec", "spec+topk"])
+@pytest.mark.parametrize(
+    ("mode", "v1"),
+    [
+        pytest.param(mode, v1, marks=() if v1 == (mode in ("plain", "spec")) else pytest.mark.full)
+        for mode in ("plain", "topk", "spec", "spec+topk")
+        for v1 in (True, False)
+    ],
+)
 def test_the_plugin_says_what_fastdeploys_own_processor_says(
     seed: Seed, monkeypatch: pytest.MonkeyPatch, mode: str, v1: bool
 ) -> None:

@@ -238,7 +238,10 @@ def test_any_file_of_a_dead_run_may_be_missing(unique_name: str, missing: str) -
     assert files_of(unique_name) == set()
 
 
-@pytest.mark.parametrize("kinds", [("core",), ("source",), KINDS])
+@pytest.mark.parametrize(
+    "kinds",
+    [KINDS, *(pytest.param((kind,), marks=pytest.mark.full) for kind in ("core", "source"))],
+)
 def test_a_live_run_whose_files_were_removed_goes_on_and_harms_no_successor(
     unique_name: str, kinds: tuple[str, ...]
 ) -> None:
