@@ -311,9 +311,9 @@ class Resources:
             # On a queue what is received before this barrier is not the newcomer's.
             barrier = self._book.send_barrier() if row is not None and self._is_queue else 0
             if row is not None and self._is_queue and not barrier:
-                self._free_rows.appendleft(row)  # as many messages as it can hold: at the next tick
-                is_blocked = True
-            elif row is not None:
+                self._free_rows.appendleft(row)  # the queue takes none now: at the next tick
+                row, is_blocked = None, True
+            if row is not None:
                 del self._submits[slot]
                 generation = self._generation[row] + 1
                 self._book.log_choice(slot, row, generation, barrier)
