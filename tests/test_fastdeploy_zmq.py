@@ -160,8 +160,6 @@ def test_prompt_logprobs_come_with_their_requests_first_output(engine: Driven) -
     assert (first.outputs.token_ids, first.outputs.send_idx) == ([7], 0)
 
 
-# Failed once in a run of all tests: the order of a message's steps is not certain yet.
-@pytest.mark.full
 def test_a_vector_ends_its_request(engine: Driven) -> None:
     metrics = engine.metrics
     before = (metrics.request_success_total.value, len(metrics.time_to_first_token.observed))
@@ -292,8 +290,6 @@ def test_a_message_that_names_a_preempted_row_without_a_token_leaves_it(
     assert engine.calls.named("reschedule") == [("reschedule", "p")]
 
 
-# Failed once in a run of all tests: the order of a message's steps is not certain yet.
-@pytest.mark.full
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_message_of_several_steps_is_looked_at_as_a_whole(engine: Driven, order: int) -> None:
     for i in range(4):

@@ -342,6 +342,36 @@ def test_by_step_keeps_the_order_of_a_request_whose_step_is_held() -> None:
         assert [o.outputs.token_ids for o in found["r1"]] == [[21], [EOS]]
 
 
+def test_by_step_gives_an_older_step_first_that_comes_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoder 1's rows are in the first step alone, decoder 0's in the second alone."""
+    with InProcess(config_of()) as p:
+        for row in range(2):
+            p.submit(request(f"r{row}"))
+        for row in (1, 0):
+            save_target(p.writer, [row], [[11]])
+            assert p.producer.claim(0.0) and p.reader.get_output(p.producer, 0.0)
+            p.producer.publish()
+            p.reader.release()
+        while p.decoders[0].run(64, 0.0):
+            pass
+
+        class Late:
+            """A client that is told of decoder 1's step between its look and its wait."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(p.client, name)
+
+            def wait_for_step(self, sequence: int, timeout_s: float) -> bool:
+                p.decode()
+                return p.client.wait_for_step(sequence, timeout_s)
+
+        monkeypatch.setattr(p.delivery, "_client", Late())
+        steps = [(batch.step, batch.row.tolist()) for batch in p.batches(by_step=True)]
+        assert steps == [(0, [1]), (1, [0])]
+
+
 def test_prompt_logprobs_between_target_and_drafts_part_nobody() -> None:
     with InProcess(drafts_config(num_decoders=1)) as p:
         for row in range(2):

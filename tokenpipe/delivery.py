@@ -308,20 +308,24 @@ class Delivery:
         )
 
     def _try_next_step(self, wait_s: float) -> OutputBatch | None:
-        heads = [h for k in range(self._num_decoders) if (h := self._client.head(k)) is not None]
+        heads = self._heads()
         if not heads:
             self._client.wait_for_frame(wait_s)
             return None
-        batches = [self._batch(*head) for head in heads]
-        alone = next((b for b in batches if not b.has_slot), None)
+        if all(b.has_slot for b in heads):
+            if not self._client.wait_for_step(min(b.step for b in heads), wait_s):
+                return None
+            heads = self._heads()  # a decoder that was behind may have come with an older step
+        alone = next((b for b in heads if not b.has_slot), None)
         if alone is not None:  # ends without a step must not wait for the next step
             return self._take([alone])
-        step = min(b.step for b in batches)
-        if not self._client.wait_for_step(step, wait_s):
-            return None
-        heads = [h for k in range(self._num_decoders) if (h := self._client.head(k)) is not None]
-        batches = [self._batch(*head) for head in heads]
-        return self._take([b for b in batches if b.step == step])
+        step = min(b.step for b in heads)
+        return self._take([b for b in heads if b.step == step])
+
+    def _heads(self) -> list[OutputBatch]:
+        """Returns the oldest unread frame of each decoder that has one."""
+        heads = (self._client.head(k) for k in range(self._num_decoders))
+        return [self._batch(*head) for head in heads if head is not None]
 
     def _take(self, parts: list[OutputBatch]) -> OutputBatch:
         whole = merged(parts)
