@@ -273,7 +273,7 @@ def test_a_long_prefill_that_says_so_is_no_stall(unique_name: str) -> None:
 
 def test_an_idle_pipeline_never_stalls(unique_name: str) -> None:
     with (
-        serve(unique_name, "--stall-timeout-s=0.4", "--heartbeat-interval-s=0.02") as (process, _),
+        serve(unique_name, "--stall-timeout-s=0.9", "--heartbeat-interval-s=0.02") as (process, _),
         tp.Pipeline.attach(unique_name) as pipe,
     ):
 

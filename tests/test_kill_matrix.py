@@ -524,7 +524,7 @@ def test_a_coordinator_s_successor_that_dies_while_it_starts_is_tried_again(
     )
     with tp.Pipeline(config) as pipe, pipe.engine_writer() as writer:
         workload(Run(pipe, "plain", writer))
-        assert pipe.health()["state"] in ("idle", "running")
+        wait_until(lambda: pipe.health()["state"] in ("idle", "running"))
 
 
 def test_a_serve_that_is_killed_with_its_roles_is_taken_over(unique_name: str) -> None:
