@@ -84,11 +84,17 @@ class InProcess:
 
     def pump(self) -> None:
         """Lets reader, decoders and coordinator do all they can."""
-        while self.producer.claim(0.0) and self.reader.get_output(self.producer, 0.0):
-            self.producer.publish()
-            self.reader.release()
+        while self.read_step():
             self.decode()
         self.decode()
+
+    def read_step(self) -> bool:
+        """Lets the reader take one step; False when there is none."""
+        if not (self.producer.claim(0.0) and self.reader.get_output(self.producer, 0.0)):
+            return False
+        self.producer.publish()
+        self.reader.release()
+        return True
 
     def decode(self) -> None:
         """Lets the decoders and the coordinator's sweep do all they can."""

@@ -351,9 +351,7 @@ def test_by_step_gives_an_older_step_first_that_comes_while_it_waits(
             p.submit(request(f"r{row}"))
         for row in (1, 0):
             save_target(p.writer, [row], [[11]])
-            assert p.producer.claim(0.0) and p.reader.get_output(p.producer, 0.0)
-            p.producer.publish()
-            p.reader.release()
+            assert p.read_step()
         while p.decoders[0].run(64, 0.0):
             pass
 
