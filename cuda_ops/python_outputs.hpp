@@ -102,8 +102,8 @@ inline void share(PyObject *of, Py_ssize_t offset, PyObject *value) noexcept {
   put_slot(of, offset, Py_NewRef(value));
 }
 
-// Takes what holds numbers only, by the type of its field, out of the collector's sight: of a cycle
-// it is no part, and to look through it costs more than to make it.
+// Takes what leads to no cycle out of the collector's sight: to look through it costs more than to
+// make it, and a client that holds a batch while it takes the next would pay for full collections.
 [[nodiscard]] inline PyObject *untracked(PyObject *made) {
   Made object(made);
   PyObject_GC_UnTrack(object.get());
@@ -176,12 +176,11 @@ public:
 
   [[nodiscard]] PyObject *lists_of(py::ssize_t i, PyTypeObject *lists) const {
     const auto [begin, count] = offsets_.of(i);
-    Made parts(PyTuple_New(3));
-    PyTuple_SET_ITEM(parts.get(), 0, rows(ids_.data(), begin, count));
-    PyTuple_SET_ITEM(parts.get(), 1, rows(logprobs_.data(), begin, count));
-    PyTuple_SET_ITEM(parts.get(), 2, list_of(ranks_.data() + begin, count));
-    const Made arguments(PyTuple_Pack(1, parts.get()));
-    return untracked(PyTuple_Type.tp_new(lists, arguments.get(), nullptr));
+    Made made(untracked(lists->tp_alloc(lists, 3)));
+    PyTuple_SET_ITEM(made.get(), 0, rows(ids_.data(), begin, count));
+    PyTuple_SET_ITEM(made.get(), 1, rows(logprobs_.data(), begin, count));
+    PyTuple_SET_ITEM(made.get(), 2, list_of(ranks_.data() + begin, count));
+    return made.give();
   }
 
 private:
@@ -297,8 +296,8 @@ public:
       : output_prototype_(std::move(request_output)), completion_prototype_(std::move(completion)),
         stamps_(stamps), lists_holder_(std::move(logprobs_lists)),
         lists_(reinterpret_cast<PyTypeObject *>(lists_holder_.ptr())), is_decode_(is_decode) {
-    if (!PyType_IsSubtype(lists_, &PyTuple_Type))
-      throw py::type_error(std::string(lists_->tp_name) + " is no tuple");
+    if (!PyType_IsSubtype(lists_, &PyTuple_Type) || lists_->tp_dictoffset != 0)
+      throw py::type_error(std::string(lists_->tp_name) + " is no tuple alone");
   }
 
   // Of `requests` [n] a RequestOutput each. `columns`: (row, send_idx, token_offsets,
@@ -327,7 +326,7 @@ public:
       PyObject *const request = PyTuple_GET_ITEM(held.ptr(), i);
       const auto [begin, count] = offsets.of(i);
       const uint32_t sent = send_idx.data()[i];
-      Made completion(completion_class_.copy(completion_prototype_.ptr()));
+      Made completion(untracked(completion_class_.copy(completion_prototype_.ptr())));
       PyObject *const c = completion.get();
       put_slot(c, index_, Made(PyLong_FromUnsignedLong(row.data()[i])).give());
       put_slot(c, send_idx_, Made(PyLong_FromUnsignedLong(sent)).give());
@@ -350,6 +349,8 @@ public:
       share(o, output_type_, output_type.ptr());
       put_slot(o, prompt_token_ids_, untracked(PyList_New(0)));
       echo(o, request, sent == 0 && has_slot);
+      if (reason.data()[i] == TP_FINISH_NONE && !holds_a_container(o))
+        PyObject_GC_UnTrack(o);
       PyList_SET_ITEM(made.get(), i, output.give());
     }
     return py::reinterpret_steal<py::list>(made.give());
@@ -368,6 +369,12 @@ private:
 
   [[nodiscard]] static PyObject *attribute(PyObject *of, const py::str &name) {
     return Made(PyObject_GetAttr(of, name.ptr())).give();
+  }
+
+  // Whether an output holds what its request's owner can still change; all else in it is ours.
+  [[nodiscard]] bool holds_a_container(PyObject *o) const noexcept {
+    return PyObject_IS_GC(slot(o, prompt_)) || PyObject_IS_GC(slot(o, ic_req_data_)) ||
+           PyObject_IS_GC(slot(o, prompt_logprobs_));
   }
 
   // Borrowed: the first candidate of a row's last token, which is the sampled one.

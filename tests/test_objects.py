@@ -258,16 +258,32 @@ def a_batch(held: list[tp.Request], maker: CheckedMaker, width: int = 3) -> Outp
     )
 
 
-def test_what_holds_numbers_only_is_not_looked_through_by_the_collector() -> None:
-    (output,) = a_batch([tp.Request("a")], CheckedMaker(PipelineConfig(), 0))
+def test_an_output_that_goes_on_is_not_looked_through_by_the_collector() -> None:
+    (output,) = a_batch([tp.Request("a", prompt="text")], CheckedMaker(PipelineConfig(), 0))
     assert isinstance(output, tp.RequestOutput)
     completion = output.outputs
     assert completion.top_logprobs is not None
-    numbers = [output.metrics, output.prompt_token_ids, completion.token_ids]
-    numbers += [completion.draft_token_ids, completion.top_logprobs, *completion.top_logprobs]
-    assert [gc.is_tracked(part) for part in numbers] == [False] * len(numbers)
-    assert gc.is_tracked(output), "it holds what the caller gave, which may refer back to it"
-    assert gc.is_tracked(completion)
+    parts = [output, completion, output.metrics, output.prompt_token_ids, completion.token_ids]
+    parts += [completion.draft_token_ids, completion.top_logprobs, *completion.top_logprobs]
+    assert [gc.is_tracked(part) for part in parts] == [False] * len(parts)
+
+
+@pytest.mark.parametrize("field", ["prompt", "ic_req_data"])
+def test_what_the_caller_gave_may_refer_back_to_its_output(field: str) -> None:
+    given: list[Any] = []
+    request = tp.Request("a")
+    setattr(request, field, given)
+    (output,) = a_batch([request], CheckedMaker(PipelineConfig(), 0))
+    assert gc.is_tracked(output)
+
+
+def test_a_last_output_is_looked_through() -> None:
+    """Its trace_carrier is the caller's."""
+    batch = a_batch([tp.Request("a"), tp.Request("b")], CheckedMaker(PipelineConfig(), 0))
+    batch.finish_reason[1] = FinishReason.STOP
+    batch.num_finals, batch.finals = 1, np.zeros(1, FINAL)
+    batch.finals["index"] = 1
+    assert [gc.is_tracked(output) for output in batch] == [False, True]
 
 
 @pytest.mark.parametrize("fails", [False, True])

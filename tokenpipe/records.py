@@ -129,7 +129,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request's part of one step."""
+    """One request's part of one step.
+
+    The garbage collector does not look through an output that goes on, nor through its parts: an
+    object that is put into one must not lead back to it, or both stay.
+    """
 
     request_id: str
     outputs: CompletionOutput
