@@ -16,8 +16,8 @@
 #include "cuda_reader.hpp"
 #include "cuda_writer.hpp"
 #include "decoder.hpp"
+#include "engine_outputs.hpp"
 #include "output_ops.hpp"
-#include "python_outputs.hpp"
 #include "ring.hpp"
 #include "stream_source.hpp"
 #include "sysv_source.hpp"
@@ -1562,6 +1562,24 @@ PYBIND11_MODULE(_native, m) {
            py::keep_alive<1, 4>())
       .def("make", &tp::python::OutputMaker::make, "requests"_a, "columns"_a, "candidates"_a,
            "drafts"_a, "now"_a, "output_type"_a, "has_slot"_a, "wall_offset_ns"_a);
+
+  py::class_<tp::python::StepMaker>(m, "StepMaker")
+      .def(py::init<const py::object &, const py::object &, py::type, py::type, bool>(),
+           "request_output"_a, "completion"_a, "logprobs_lists"_a, "life"_a, "is_decode"_a)
+      .def(
+          "make",
+          [](tp::python::StepMaker &maker, const py::tuple &columns, const py::object &candidates,
+             const py::list &current, const py::list &stop_flags, const py::frozenset &shielded,
+             const py::dict &tokens_counter, const py::object &output_type, double now,
+             bool counts_decode) {
+            auto told = maker.make(columns, candidates, current, stop_flags, shielded,
+                                   tokens_counter, output_type, now, counts_decode);
+            return std::tuple(std::move(told.outputs), std::move(told.left), std::move(told.broken),
+                              std::move(told.gaps), std::move(told.gap_counts),
+                              std::move(told.counts), told.num_tokens, told.num_decode_tokens);
+          },
+          "columns"_a, "candidates"_a, "current"_a, "stop_flags"_a, "shielded"_a,
+          "tokens_counter"_a, "output_type"_a, "now"_a, "counts_decode"_a);
 
   py::class_<PyBook>(m, "Book")
       .def(py::init<const MappedCore &, const MappedSource &>(), "core"_a, "source"_a,

@@ -199,6 +199,16 @@ private:
   py::ssize_t width_ = 0;
 };
 
+// Borrowed: the first candidate of a row's last token, which is the sampled one.
+[[nodiscard]] inline PyObject *logprob_of_last(PyObject *lists) noexcept {
+  PyObject *const rows = PyTuple_GET_ITEM(lists, 1);
+  return PyList_GET_ITEM(PyList_GET_ITEM(rows, PyList_GET_SIZE(rows) - 1), 0);
+}
+
+[[nodiscard]] inline py::str interned(const char *name) {
+  return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name));
+}
+
 // Fills in the stamps of a RequestMetrics that a token has.
 class Stamps {
 public:
@@ -377,12 +387,6 @@ private:
            PyObject_IS_GC(slot(o, prompt_logprobs_));
   }
 
-  // Borrowed: the first candidate of a row's last token, which is the sampled one.
-  [[nodiscard]] static PyObject *logprob_of_last(PyObject *lists) noexcept {
-    PyObject *const rows = PyTuple_GET_ITEM(lists, 1);
-    return PyList_GET_ITEM(PyList_GET_ITEM(rows, PyList_GET_SIZE(rows) - 1), 0);
-  }
-
   // An instance that only goes on has its first token's stamp from the one that began.
   [[nodiscard]] PyObject *metrics_of(PyObject *request, const Made &before, const py::float_ &now,
                                      uint64_t first_ns, int64_t wall_offset_ns) const {
@@ -436,9 +440,6 @@ private:
             prompt_pieces = interned("_prompt_pieces"),
             take_prompt_logprobs = interned("take_prompt_logprobs"),
             second_token = interned("decode_recv_second_token_time");
-    [[nodiscard]] static py::str interned(const char *name) {
-      return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name));
-    }
   };
 
   const py::object output_prototype_, completion_prototype_;

@@ -85,6 +85,37 @@ class Stamps(Generic[_M]):
     def __init__(self, metrics: type[_M]) -> None: ...
     def at_token(self, metrics: _M, now: float, first: float | None) -> _M: ...
 
+class StepMaker:
+    def __init__(
+        self,
+        request_output: object,
+        completion: object,
+        logprobs_lists: type[Any],
+        life: type[Any],
+        is_decode: bool,
+    ) -> None: ...
+    def make(
+        self,
+        columns: tuple[Any, ...],
+        candidates: tuple[Any, ...] | None,
+        current: list[Any],
+        stop_flags: list[Any],
+        shielded: frozenset[str],
+        tokens_counter: dict[str, int],
+        output_type: object,
+        now: float,
+        counts_decode: bool,
+    ) -> tuple[
+        list[Any],
+        list[int],
+        list[tuple[int, object]],
+        list[float],
+        list[int],
+        list[int],
+        int,
+        int,
+    ]: ...
+
 class OutputMaker(Generic[_O]):
     def __init__(
         self,

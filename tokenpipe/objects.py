@@ -70,7 +70,7 @@ class ObjectMaker:
                 batch.first_token_ns,
                 batch.token_ids,
             ),
-            _candidates(batch) if batch.width and kind != "pooling" else None,
+            candidates_of(batch) if batch.width and kind != "pooling" else None,
             _drafts(batch.drafts),
             self._now(batch),
             batch.message_flag,
@@ -127,11 +127,12 @@ class ObjectMaker:
         return None
 
 
-def _candidates(batch: OutputBatch) -> tuple[Any, ...]:
+def candidates_of(batch: OutputBatch) -> tuple[Any, ...]:
+    """Returns the columns that tell a step's candidates."""
     return batch.token_offsets, batch.topk_ids, batch.topk_logprobs, batch.ranks
 
 
 def _drafts(drafts: Drafts | None) -> tuple[tuple[Any, ...], Any] | None:
     if drafts is None or not drafts.batch.width:  # a frame of nobody's drafts has no columns
         return None
-    return _candidates(drafts.batch), drafts.row_of
+    return candidates_of(drafts.batch), drafts.row_of

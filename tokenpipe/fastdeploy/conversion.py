@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -18,32 +19,36 @@ from tokenpipe.records import LogprobsLists, SpeculateMetrics
 from tokenpipe.requests import in_prompt_order
 
 
-class Columns:
-    """The columns of a batch as Python's own lists."""
+def _listed(column: str) -> cached_property[Any]:
+    """A column of a batch as a list of Python's own."""
+    return cached_property(lambda columns: getattr(columns.batch, column).tolist())
 
-    __slots__ = (
-        *("batch", "draft_offsets", "drafts", "generations", "ids", "logprobs", "offsets", "ranks"),
-        *("reasons", "rows", "tokens", "vectors", "width"),
-    )
+
+class Columns:
+    """The columns of a batch as lists, each made when it is first asked for."""
 
     def __init__(self, batch: OutputBatch) -> None:
         self.batch = batch
-        self.rows: list[int] = batch.row.tolist()
-        self.generations: list[int] = batch.generation.tolist()
-        self.reasons: list[int] = batch.finish_reason.tolist()
-        self.offsets: list[int] = batch.token_offsets.tolist()
-        self.tokens: list[int] = batch.token_ids.tolist()
-        is_pooling = batch.kind == "pooling"
-        self.vectors: list[list[float]] | None = batch.vectors.tolist() if is_pooling else None
-        self.width = 0 if is_pooling else batch.width
-        if self.width:
-            self.ids: list[list[int]] = batch.topk_ids.tolist()
-            self.logprobs: list[list[float]] = batch.topk_logprobs.tolist()
-            self.ranks: list[int] = batch.ranks.tolist()
-        self.drafts: list[int] = []
-        if batch.num_drafts:
-            self.draft_offsets: list[int] = batch.draft_offsets.tolist()
-            self.drafts = batch.draft_token_ids.tolist()
+        self.is_pooling = batch.kind == "pooling"
+        self.width = 0 if self.is_pooling else batch.width
+        self.has_drafts = batch.num_drafts != 0
+
+    rows = _listed("row")
+    generations = _listed("generation")
+    reasons = _listed("finish_reason")
+    offsets = _listed("token_offsets")
+    tokens = _listed("token_ids")
+    ids = _listed("topk_ids")
+    logprobs = _listed("topk_logprobs")
+    ranks = _listed("ranks")
+    vectors = _listed("vectors")
+    """Of a pooling step."""
+
+    def drafts(self, i: int) -> list[int]:
+        """Returns a prefill instance's first token of row i and its drafts."""
+        part = slice(*self.batch.draft_offsets[i : i + 2].tolist())
+        found: list[int] = self.batch.draft_token_ids[part].tolist()
+        return found
 
     def candidates(self, i: int) -> LogprobsLists:
         """Returns the candidates of the tokens of row i."""
@@ -131,8 +136,7 @@ class Converter:
     @staticmethod
     def add_drafts(made: Any, columns: Columns, i: int) -> None:
         """Adds a prefill instance's first token and its drafts."""
-        begin, end = columns.draft_offsets[i : i + 2]
-        made.outputs.draft_token_ids = columns.drafts[begin:end]
+        made.outputs.draft_token_ids = columns.drafts(i)
 
     def add_speculation(self, made: Any, columns: Columns, i: int, num_drafts: int) -> Any:
         """Adds how well the request's drafts were accepted; returns it, None where it drafted

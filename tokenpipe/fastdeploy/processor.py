@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from tokenpipe.commands import ACKNOWLEDGED, SILENT, FinishReason
@@ -21,6 +22,7 @@ from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import PipelineGoneError, TokenpipeError
 from tokenpipe.fastdeploy.conversion import Columns, Converter
 from tokenpipe.fastdeploy.figures import Figures
+from tokenpipe.fastdeploy.going_on import GoingOn
 from tokenpipe.fastdeploy.handover import CacheHandover
 from tokenpipe.fastdeploy.host import Host
 from tokenpipe.fastdeploy.manager import Manager
@@ -100,6 +102,7 @@ class TokenProcessor:
         self._is_speculative = method is not None
         self._num_drafts = int(cfg.speculative_config.num_speculative_tokens or 0)
         self._converter = Converter(host)
+        self._going_on = GoingOn(host, self._role == "decode")
         self._figures = Figures(host, method, self._num_drafts)
         self._telling = Telling(host)
         self._pipe = self._start()
@@ -313,25 +316,24 @@ class TokenProcessor:
         is_shielding = self._role == "decode" and self._host.is_v1
         shielded = self._manager.shielded() if is_shielding else _NOBODY
         step = _Step(self.resource_manager.stop_flags, shielded)
-        results = []
-        current, generations = self._rows.current, columns.generations
-        for i, row in enumerate(columns.rows):
-            life = current[row]
-            if life is None or life.generation != generations[i]:
-                life = self._rows.find(row, generations[i])
+        results: list[Any] = [None] * batch.num_rows
+        left: Iterable[int] = range(batch.num_rows)
+        if self._going_on.can_make(columns, self.resource_manager, self.tokens_counter):
+            results, left = self._make_those_that_go_on(columns, step)
+        for i in left:
+            life = self._life(columns, i)
             if life is None:
                 self.num_unadmitted_rows += 1
                 continue
             if life.is_over:  # it had trouble of its own
                 continue
             try:
-                result = self._row(columns, i, life, step)
+                results[i] = self._row(columns, i, life, step)
             except Exception:
                 # One row's trouble must not cost another row's tokens (fault F15).
-                _log.exception("row %d, request %r", row, life.task.request_id)
-                result = self._broken(life)
-            if result is not None:
-                results.append(result)
+                _log.exception("row %d, request %r", life.row, life.task.request_id)
+                results[i] = self._broken(life)
+        results = [result for result in results if result is not None]
         self._tell_step(step)
         if results or (batch.has_slot and any(r != SILENT for r in columns.reasons)):
             self._deliver(results)
@@ -342,6 +344,35 @@ class TokenProcessor:
             life = self._rows.find(row, columns.generations[i])
             if life is not None:
                 life.prompt_pieces.append((begins[i], columns.candidates(i)))
+
+    def _life(self, columns: Columns, i: int) -> Life | None:
+        row, generation = columns.rows[i], columns.generations[i]
+        life: Life | None = self._rows.current[row]
+        if life is None or life.generation != generation:
+            life = self._rows.find(row, generation)
+        return life
+
+    def _make_those_that_go_on(self, columns: Columns, step: _Step) -> tuple[list[Any], list[int]]:
+        """Returns an output or None for each row, and which rows have more to them."""
+        results, left, broken, gaps, gap_counts, counts, num_tokens, decode_tokens = (
+            self._going_on.make(
+                columns,
+                self._rows.current,
+                self.resource_manager,
+                step.shielded,
+                self.tokens_counter,
+                step.now,
+                self.scheduler_metrics_logger is not None,
+            )
+        )
+        step.gaps, step.gap_counts, step.counts = gaps, gap_counts, counts
+        step.num_tokens, step.decode_tokens = num_tokens, decode_tokens
+        for i, error in broken:
+            life = self._life(columns, i)
+            if life is not None:
+                _log.error("row %d, request %r: %r", life.row, life.task.request_id, error)
+                results[i] = self._broken(life)
+        return results, left
 
     def _look_for_the_absent(self, columns: Columns) -> None:
         """Once all of a message is here, and before its (last) rows: a preempted row that it does
@@ -384,7 +415,7 @@ class TokenProcessor:
             return None
         if getattr(task, "prefill_chunk_info", None) and self._is_chunk(life, reason):
             return None
-        if columns.vectors is not None:
+        if columns.is_pooling:
             return self._pool(life, columns.vectors[i], step)
         begin, end = columns.offsets[i], columns.offsets[i + 1]
         before = self.tokens_counter.get(task.request_id, 0)
@@ -405,7 +436,7 @@ class TokenProcessor:
         )
         if columns.width or columns.batch.drafts is not None:
             converter.add_candidates(made, columns, i, begin, end)
-        if columns.drafts:
+        if columns.has_drafts:
             converter.add_drafts(made, columns, i)
         if life.prompt_pieces:
             pieces, life.prompt_pieces = life.prompt_pieces, []
