@@ -220,7 +220,7 @@ while pipe.status()['source']['occupancy'] < 2 or pipe.status()['waiting_submits
 @pytest.mark.parametrize(
     ("last", "code"),
     [
-        ("pass", 0),
+        pytest.param("pass", 0, marks=pytest.mark.full),
         ("raise ValueError('X-marker')", 1),
         pytest.param("sys.exit(3)", 3, marks=pytest.mark.full),
         pytest.param("os._exit(4)", 4, marks=pytest.mark.full),

@@ -69,9 +69,9 @@ with tp.Pipeline(config) as pipe, pipe.engine_writer() as writer:
     ("how", "signum"),
     [
         ("starting", signal.SIGKILL),
-        ("busy", signal.SIGKILL),
         ("busy", signal.SIGTERM),
-        ("busy", signal.SIGINT),
+        pytest.param("busy", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param("busy", signal.SIGINT, marks=pytest.mark.full),
         ("stuck", signal.SIGKILL),  # a decoder that answers nobody
     ],
 )
@@ -105,7 +105,7 @@ def test_nothing_outlives_the_launcher(unique_name: str, how: str, signum: signa
     wait_until(lambda: files_of(unique_name) == set())
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.full)])
 def test_restarts_after_a_kill_of_everything_do_not_fill_dev_shm(
     unique_name: str, rounds: int
 ) -> None:

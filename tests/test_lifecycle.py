@@ -606,7 +606,9 @@ def test_a_warm_up_request_is_no_completion_and_in_no_histogram(mixed: House, en
 # ---------------------------------------------------------------- who is blamed
 
 
-@pytest.mark.parametrize("left", ["parked", "preempted", "ended"])
+@pytest.mark.parametrize(
+    "left", [pytest.param("parked", marks=pytest.mark.full), "preempted", "ended"]
+)
 def test_the_engine_is_not_blamed_when_no_row_that_is_left_runs(left: str) -> None:
     with contextlib.closing(House(role="prefill", stall_timeout_s=0.4)) as house:
         house.begin("a", disaggregate_info={})

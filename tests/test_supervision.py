@@ -138,7 +138,9 @@ def test_a_drain_waits_for_running_requests_and_takes_nothing_new(unique_name: s
         engine.writer.close()
 
 
-@pytest.mark.parametrize("role", ["reader", "decoder-0", "decoder-1"])
+@pytest.mark.parametrize(
+    "role", ["reader", pytest.param("decoder-0", marks=pytest.mark.full), "decoder-1"]
+)
 def test_a_dead_role_is_named_and_running_requests_get_one_error_each(
     unique_name: str, role: str
 ) -> None:

@@ -524,7 +524,7 @@ def test_a_worker_that_saves_with_another_op_is_told_of_in_the_log(
     assert text.count("another op than --sysv-op says") == 1
 
 
-@pytest.mark.parametrize("generation", ["g1", "g3"])
+@pytest.mark.parametrize("generation", [pytest.param("g1", marks=pytest.mark.full), "g3"])
 def test_both_kinds_of_key_are_read(unique_name: str, generation: str) -> None:
     config = settings(unique_name, sysv_generation=generation, sysv_folder="/tmp")
     derive = peer.ftok if generation == "g1" else peer.custom_ftok

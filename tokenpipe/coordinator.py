@@ -262,9 +262,11 @@ class Coordinator:
         return now >= self._drain_until + _DELIVERY_GRACE_S
 
     def _is_read(self) -> bool:
-        """Whether the client, if there is one, has read every frame of every published step."""
+        """Whether the client, if there is one, has read every frame of every published step. An
+        owner that is gone was the client; what it has not read is in its own mapping."""
         published = _native.published(self._segment.source)
-        has_client = self._segment.is_locked(LOCK_CLIENT)
+        owner_is_gone = self._watch is not None and self._watch.owner_is_gone
+        has_client = not owner_is_gone and self._segment.is_locked(LOCK_CLIENT)
         for k, commit in enumerate(self._view.commits()):
             if int(commit["next_source_sequence"]) < published:
                 return False

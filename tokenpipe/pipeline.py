@@ -590,8 +590,9 @@ class Pipeline:
         if self._streams is not None:
             self._streams.close()
         self._handover.give_up_all()
+        is_left = killed and self._segment.has_its_names
         self._segment.close()
-        if killed:
+        if is_left:
             self._clean_after_a_kill()
 
     def _clean_after_a_kill(self) -> None:

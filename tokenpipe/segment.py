@@ -453,6 +453,11 @@ class Segment:
             self.is_locked(LOCK_DECODER + k) for k in range(sizes["num_decoders"])
         )
 
+    @property
+    def has_its_names(self) -> bool:
+        """Whether a name of its files is still theirs, not another run's by now."""
+        return any(m.has_its_name for m in (self._core, self._source) if m is not None)
+
     def close(self) -> None:
         """Lets go of the segments; the creator also removes their files."""
         for mapping in (self._core, self._source):
