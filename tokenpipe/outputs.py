@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,34 @@ from tokenpipe.requests import Request
 
 Array = npt.NDArray[Any]
 
+# Made once: a class costs a column a look-up.
+_UINT8, _UINT32, _UINT64 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.uint64)
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
 # tp_frame up to its padding: six uint64, eleven uint32.
 _HEAD = struct.Struct("<6Q11I")
 # TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_GAP, TP_STEP_MESSAGE_END
 _POOLING, _PROMPT, _GAP, _MESSAGE_END = 8, 16, 64, 128
 TARGET, DRAFT = 3, 4  # message_flag
+
+
+_T = TypeVar("_T")
+
+
+class lazy(Generic[_T]):
+    """An attribute that is made when it is first read. functools' own takes a lock before Python
+    3.12, which costs more than a column; two threads may make the same value here."""
+
+    def __init__(self, make: Callable[[Any], _T]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, of: Any, owner: type | None = None) -> _T:
+        value = of.__dict__[self._name] = self._make(of)
+        return value
 
 
 @dataclass
@@ -115,7 +137,7 @@ class OutputBatch:
         told."""
         return bool(self.flags & _MESSAGE_END)
 
-    @cached_property
+    @lazy
     def _at(self) -> tuple[int, ...]:
         count = self.num_rows if self.flags & _POOLING else self.num_tokens
         return _native.frame_columns(
@@ -128,85 +150,85 @@ class OutputBatch:
             self.flags,
         )
 
-    def _column(self, index: int, dtype: Any, count: int) -> Array:
-        return np.frombuffer(self._memory, dtype, count, self._offset + self._at[index])
+    def _column(self, index: int, dtype: Any, shape: Any) -> Array:
+        return np.ndarray(shape, dtype, self._memory, self._offset + self._at[index])
 
-    @cached_property
+    @lazy
     def row(self) -> Array:
         """uint32 [n]: the rows."""
-        return self._column(0, np.uint32, self.num_rows)
+        return self._column(0, _UINT32, self.num_rows)
 
-    @cached_property
+    @lazy
     def generation(self) -> Array:
         """uint32 [n]: which life of the row."""
-        return self._column(1, np.uint32, self.num_rows)
+        return self._column(1, _UINT32, self.num_rows)
 
-    @cached_property
+    @lazy
     def send_idx(self) -> Array:
         """uint32 [n]: tokens of the request before this output; of a prompt piece, where it
         begins."""
-        return self._column(2, np.uint32, self.num_rows)
+        return self._column(2, _UINT32, self.num_rows)
 
-    @cached_property
+    @lazy
     def token_offsets(self) -> Array:
         """uint32 [n + 1]: tokens of row i are token_offsets[i] to token_offsets[i + 1]."""
-        return self._column(3, np.uint32, self.num_rows + 1)
+        return self._column(3, _UINT32, self.num_rows + 1)
 
-    @cached_property
+    @lazy
     def finish_reason(self) -> Array:
         """uint8 [n]: FinishReason, 0 while the request goes on; with report_acknowledgements also
         ACKNOWLEDGED, of a row without tokens that the engine has let go of, and SILENT (zmq)."""
-        return self._column(4, np.uint8, self.num_rows)
+        return self._column(4, _UINT8, self.num_rows)
 
-    @cached_property
+    @lazy
     def first_token_ns(self) -> Array:
         """uint64 [n]: CLOCK_MONOTONIC stamp of the request's first token, 0 before it."""
-        return self._column(11, np.uint64, self.num_rows)
+        return self._column(11, _UINT64, self.num_rows)
 
-    @cached_property
+    @lazy
     def token_ids(self) -> Array:
         """int32 [m]."""
-        return self._column(5, np.int32, self.num_tokens)
+        return self._column(5, _INT32, self.num_tokens)
 
-    @cached_property
+    @lazy
     def topk_ids(self) -> Array:
         """int32 [m, T]; column 0 is the sampled token. T is 0 without logprobs."""
         width = 0 if self.flags & _POOLING else self.width
-        return self._column(6, np.int32, self.num_tokens * width).reshape(self.num_tokens, width)
+        return self._column(6, _INT32, (self.num_tokens, width))
 
-    @cached_property
+    @lazy
     def topk_logprobs(self) -> Array:
         """float32 [m, T]."""
         width = 0 if self.flags & _POOLING else self.width
-        return self._column(7, np.float32, self.num_tokens * width).reshape(self.num_tokens, width)
+        return self._column(7, _FLOAT32, (self.num_tokens, width))
 
-    @cached_property
+    @lazy
     def vectors(self) -> Array:
         """float32 [n, T] of a pooling batch; zeros where finish_reason is not STOP."""
         n, width = (self.num_rows, self.width) if self.flags & _POOLING else (0, 0)
-        return self._column(7, np.float32, n * width).reshape(n, width)
+        return self._column(7, _FLOAT32, (n, width))
 
-    @cached_property
+    @lazy
     def logprobs(self) -> Array:
         """float32 [m]: of the sampled tokens; empty without logprobs."""
         return self.topk_logprobs[:, 0] if self.topk_logprobs.size else np.zeros(0, np.float32)
 
-    @cached_property
+    @lazy
     def ranks(self) -> Array:
         """int32 [m]: of the sampled tokens; empty without logprobs."""
-        return self._column(8, np.int32, self.topk_ids.shape[0] if self.topk_ids.size else 0)
+        return self._column(8, _INT32, self.topk_ids.shape[0] if self.topk_ids.size else 0)
 
-    @cached_property
+    @lazy
     def draft_offsets(self) -> Array:
         """uint32 [n + 1]: drafts of row i are draft_offsets[i] to draft_offsets[i + 1]."""
-        return self._column(12, np.uint32, self.num_rows + 1 if self.num_drafts else 0)
+        return self._column(12, _UINT32, self.num_rows + 1 if self.num_drafts else 0)
 
-    @cached_property
+    @lazy
     def draft_token_ids(self) -> Array:
         """int32 [d]: a prefill instance's first token and the drafts behind it."""
-        return self._column(13, np.int32, self.num_drafts)
+        return self._column(13, _INT32, self.num_drafts)
 
-    @cached_property
+    @lazy
     def finals(self) -> Array:
         """tp_final [f]: facts of the requests that end here."""
         return self._column(9, FINAL, self.num_finals)
@@ -217,7 +239,7 @@ class OutputBatch:
         length = int(self.finals[i]["id_bytes"])
         return bytes(self._memory[begin : begin + length]).decode()
 
-    @cached_property
+    @lazy
     def requests(self) -> list[Request]:
         """The Request of each row, as it was submitted."""
         return self._resolve_all(self)
@@ -254,7 +276,7 @@ class _OwnBatch(OutputBatch):
     """A batch whose columns are arrays of its own: merged, copied, or made by the handle."""
 
     def __init__(self, request_at: Callable[[int], Request], **columns: Any) -> None:
-        # cached_property lets the instance's own dict win over the view of shared memory.
+        # A lazy attribute lets the instance's own dict win over the view of shared memory.
         self.__dict__.update(columns)
         self._release = None
         self.ended = {}
