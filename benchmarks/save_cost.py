@@ -1,11 +1,15 @@
 """What the engine's thread pays for a step, in each op: ours, a System V message, a pickled send.
 
-    python benchmarks/save_cost.py [--quick]
+    python benchmarks/save_cost.py           # batch 256, in under 3 minutes
+    python benchmarks/save_cost.py --quick   # one round of it
+    python benchmarks/save_cost.py --full    # batches of 32, 256 and 512, half an hour
 
 Ours is the whole call from Python, begin_step() included, into a running pipeline with a client
 that reads. The System V way fills FastDeploy's message layout from the same arrays and calls
-msgsnd; the pickled send is one record a row over pyzmq. Each runs warm (500 steps/s by a thread
-that does not sleep) and at 50 steps/s with sleeps between. JSON lines on stdout, a table on stderr.
+msgsnd; the pickled send is one record a row over pyzmq. A wake-up alone is a write to an eventfd on
+which a process sleeps: every way has one in it where the receiver is not awake. Each runs warm (500
+steps/s by a thread that does not sleep) and at 50 steps/s with sleeps between. JSON lines on
+stdout, a table on stderr.
 """
 
 from __future__ import annotations
@@ -146,6 +150,27 @@ def system_v(shape: Shape, rows: int, pace: str, seconds: float) -> Figures:
         libc.msgctl(queue, 0, None)
 
 
+def wake_up(shape: Shape, rows: int, pace: str, seconds: float) -> Figures:
+    """Returns what the wake-up of a process that sleeps took, with nothing to tell it."""
+    fd = os.eventfd(0, os.EFD_SEMAPHORE)
+    num_steps = round(_PACES[pace][0] * seconds)
+
+    def save(gate: Gate) -> Figures:
+        gate()
+        return _paced(lambda _step: os.eventfd_write(fd, 1), shape, rows, pace, seconds)
+
+    def take(gate: Gate) -> None:
+        gate()
+        for _ in range(num_steps):
+            os.read(fd, 8)
+
+    try:
+        figures: Figures = together([save, take], _TIMEOUT_S)[0]
+        return figures
+    finally:
+        os.close(fd)
+
+
 @dataclass
 class _Record:
     """What goes over the wire for a row."""
@@ -218,6 +243,7 @@ def ways(can_send_large: bool) -> dict[str, Way]:
 
     found["System V"] = message
     found["pickled, pyzmq"] = pickled
+    found["a wake-up alone"] = wake_up
     return found
 
 
@@ -272,13 +298,12 @@ _POINTS = ("p50", "p99")
 def main() -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of one case")
-    parser.add_argument("--quick", action="store_true", help="one short round of batch 256")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="one round")
+    size.add_argument("--full", action="store_true", help="all batches, 5 rounds, 4 s of each case")
     args = parser.parse_args()
-    args.batches = list(_BATCHES)
-    if args.quick:
-        args.rounds, args.seconds, args.batches = 1, 1.0, [256]
+    args.batches = list(_BATCHES) if args.full else [256]
+    args.rounds, args.seconds = (5, 4.0) if args.full else (1 if args.quick else 2, 1.0)
     why = private_limits()
     if why:
         print(f"System V: small messages only, {why}", file=sys.stderr)
