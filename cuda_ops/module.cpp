@@ -762,14 +762,16 @@ public:
   // What is there already costs no handing over of the GIL: beside a busy thread it takes 5 ms to
   // get it back.
   bool wait_for_frame(double timeout_s) {
-    if (client_.wait_for_frame({0, 0}))
-      return true;
+    const bool is_there = client_.wait_for_frame({0, 0});
+    if (is_there || timeout_s <= 0)
+      return is_there;
     const GilReleased released;
     return client_.wait_for_frame({spin_ns_, as_ns(timeout_s)});
   }
   bool wait_for_step(uint64_t sequence, double timeout_s) {
-    if (client_.wait_for_step(sequence, {0, 0}))
-      return true;
+    const bool has_passed = client_.wait_for_step(sequence, {0, 0});
+    if (has_passed || timeout_s <= 0)
+      return has_passed;
     const GilReleased released;
     return client_.wait_for_step(sequence, {spin_ns_, as_ns(timeout_s)});
   }

@@ -46,7 +46,7 @@ class InProcess:
             self.segment,
             self.client,
             self.requests,
-            lambda: False,
+            lambda _asks: False,
             lambda: FinishReason.SHUTDOWN,
             self.maker,
             self.events.append,

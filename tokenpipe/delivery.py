@@ -181,7 +181,7 @@ class Delivery:
         segment: Segment,
         client: _native.Client,
         requests: OpenRequests,
-        is_over: Callable[[], bool],
+        is_over: Callable[[bool], bool],
         last_reason: Callable[[], FinishReason],
         maker: ObjectMaker,
         on_event: Callable[[RequestEvent], None] | None,
@@ -230,16 +230,17 @@ class Delivery:
             return None
         take = self._joins[way].next if self._joins else self._takers()[way]
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        has_waited = False
         with self._lock:
             while True:
                 batch = take(0.0)
                 self._handover.give_up_overdue()
                 if batch is None:
-                    is_over = (
-                        self._is_over()
-                    )  # before the look: what was committed by then is found
                     left = _WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+                    # Before the look: what was committed by then is found.
+                    is_over = self._is_over(has_waited or left == 0.0)
                     batch = take(0.0 if is_over else min(left, _WAIT_S))
+                    has_waited = True
                     if batch is None and is_over:
                         batch = self._last_batch(way)
                     if batch is None and (is_over or left == 0.0):
