@@ -464,18 +464,20 @@ private:
   }
 
   // Which rows a message names, and which not, tells a scheduler of a preempted row (FastDeploy's).
-  [[nodiscard]] bool tells_messages() const noexcept {
-    return options_.report_acknowledgements && options_.source == TP_SOURCE_ZMQ;
-  }
-
   // Told also where no row is ours. Once is enough: the handle puts the decoders' frames together.
   [[nodiscard]] bool is_end_of_message(const tp_step &slot) const noexcept {
-    return k_ == 0 && slot.flags & TP_STEP_MESSAGE_END && tells_messages();
+    return k_ == 0 && options_.report_acknowledgements && slot.flags & TP_STEP_MESSAGE_END &&
+           slot.num_rows < core_.sizes.max_num_seqs;
+  }
+
+  // On a queue a message names its first rows; from a socket any, each of which must be told.
+  [[nodiscard]] bool names_rows_singly() const noexcept {
+    return options_.report_acknowledgements && options_.source == TP_SOURCE_ZMQ;
   }
 
   void pass_silent(const tp_step &slot, const SlotRow &row) noexcept {
     note_idle(slot, row.index);
-    if (tells_messages() && has_outputs(slot) && state_[row.index].terminal == TP_FINISH_NONE &&
+    if (names_rows_singly() && has_outputs(slot) && state_[row.index].terminal == TP_FINISH_NONE &&
         rows_[row.index].mark == TP_FINISH_NONE)
       push({row.index, state_[row.index].emitted, row.first, 0, TP_OUTPUT_SILENT});
   }
@@ -765,6 +767,7 @@ private:
     frame.num_finals = num_finals_;
     frame.num_drafts = num_drafts_;
     frame.num_firsts = num_firsts_;
+    frame.step_rows = slot ? slot->num_rows : 0;
     frame.message_flag = slot ? slot->message_flag : uint32_t{TP_MESSAGE_TARGET};
     frame.has_slot = slot != nullptr;
     frame.flags = flags;

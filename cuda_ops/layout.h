@@ -55,7 +55,7 @@
 #endif
 
 enum {
-  TP_LAYOUT_VERSION = 10,   /* raised by hand with any change below */
+  TP_LAYOUT_VERSION = 11,   /* raised by hand with any change below */
   TP_LINE_BYTES = 128,      /* two cache lines: the prefetcher pairs them */
   TP_PAGE_BYTES = 4096,     /* slots and frames begin on a page */
   TP_COLUMN_ALIGN = 16,     /* every column of a step or frame begins so aligned */
@@ -172,7 +172,7 @@ enum {
   TP_STEP_PROMPT = 16,       /* logprobs of prompt tokens; positions tell where in the prompt */
   TP_STEP_UNSTAMPED = 32,    /* the wire has no generations: a row is whoever is admitted there */
   TP_STEP_GAP = 64,          /* steps before this one may be lost: every running request ends */
-  TP_STEP_MESSAGE_END = 128, /* zmq: with it all rows of a message are told */
+  TP_STEP_MESSAGE_END = 128, /* sysv, zmq: with it all rows of a message are told */
 };
 
 enum { TP_COMMAND_FREE = 0, TP_COMMAND_POSTED = 1, TP_COMMAND_DONE = 2 };
@@ -518,7 +518,8 @@ typedef struct {
   uint32_t bytes;
   uint32_t num_drafts;
   uint32_t num_firsts; /* rows whose first output this is */
-  uint8_t pad_[TP_LINE_BYTES - 92];
+  uint32_t step_rows;  /* rows of the step behind it, whosever they are */
+  uint8_t pad_[TP_LINE_BYTES - 96];
 } tp_frame;
 TP_ASSERT_SIZE(tp_frame, TP_LINE_BYTES);
 

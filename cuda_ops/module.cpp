@@ -1220,7 +1220,7 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                        device_epoch, barrier, pad_);
   PYBIND11_NUMPY_DTYPE(tp_frame, number, sequence, source_sequence, saved_ns, published_ns,
                        committed_ns, decoder, num_rows, num_tokens, width, num_finals, message_flag,
-                       has_slot, flags, bytes, num_drafts, num_firsts, pad_);
+                       has_slot, flags, bytes, num_drafts, num_firsts, step_rows, pad_);
   PYBIND11_NUMPY_DTYPE(tp_final, index, id_bytes, num_tokens, prompt_tokens, arrival_ns,
                        first_token_ns, last_token_ns, spec_steps, pad_, heads);
   PYBIND11_NUMPY_DTYPE(tp_queue, claim, barrier_cursor, barrier_seen, barrier_sent, saved_tokens,

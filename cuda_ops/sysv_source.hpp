@@ -189,8 +189,10 @@ private:
                              : make_columns(slot, raw);
     if (slot.bad != TP_BAD_NONE)
       slot.num_rows = slot.num_tokens = slot.width = slot.flags = slot.body_bytes = 0;
-    if (slot.bad == TP_BAD_NONE && slot.message_flag == TP_MESSAGE_TARGET)
+    if (slot.bad == TP_BAD_NONE && slot.message_flag == TP_MESSAGE_TARGET) {
       saved_tokens_ += num_tokens_;
+      slot.flags |= TP_STEP_MESSAGE_END;
+    }
     finish(slot, sequence);
     return true;
   }

@@ -371,6 +371,44 @@ def test_a_preempted_request_goes_on_in_its_row(plain: Driven) -> None:
     assert [said(o) for o in plain.step(peer.plain([7]))] == [row("p", 0, 2, [7])]
 
 
+def test_a_preempted_row_beyond_the_workers_batch_is_rescheduled(plain: Driven) -> None:
+    for i in range(3):
+        plain.admit(i, f"f{i}")
+    plain.step(peer.plain([5, 5, 5]))
+    plain.manager.preempt("f2")
+    on_their_way = plain.step(peer.plain([6, 6, 6]))
+    assert [said(o) for o in on_their_way] == [row(f"f{i}", i, 1, [6]) for i in range(3)]
+    assert plain.step(peer.plain([-1, -1, -1])) == []
+    assert plain.calls.named("reschedule") == []
+    assert [o.request_id for o in plain.step(peer.plain([7, 7]))] == ["f0", "f1"]
+    assert plain.calls.named("reschedule") == [("reschedule", "f2")]
+    assert [task.request_id for task in plain.manager.waiting] == ["f2"]
+    assert plain.step(peer.plain([-1, -1, -9])) == [], "of a worker that sends its -9 too"
+    assert len(plain.calls.named("reschedule")) == 1
+    plain.manager.tasks_list[2] = plain.manager.requests["f2"]  # the same life
+    assert [said(o) for o in plain.step(peer.plain([-1, -1, 7]))] == [row("f2", 2, 2, [7])]
+
+
+def test_a_message_of_rows_without_an_output_lets_those_beyond_it_go(plain: Driven) -> None:
+    for i in range(2):
+        plain.admit(i, f"g{i}")
+    plain.manager.preempt("g1")
+    plain.send(peer.plain([-1]))
+    assert plain.lists() == []
+    assert plain.calls.named("reschedule") == [("reschedule", "g1")]
+
+
+def test_a_refused_message_lets_no_preempted_row_go(plain: Driven) -> None:
+    plain.admit(3, "h")
+    plain.manager.preempt("h")
+    plain.send(peer.plain([5])[:-4])
+    assert plain.lists() == []
+    assert plain.calls.named("reschedule") == []
+    plain.send(peer.plain([5]))
+    assert plain.lists() == []
+    assert plain.calls.named("reschedule") == [("reschedule", "h")]
+
+
 def test_the_row_of_an_aborted_request_serves_the_next_one_at_once(plain: Driven) -> None:
     for i in range(20):
         plain.admit(0, f"a{i}")

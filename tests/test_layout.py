@@ -41,6 +41,7 @@ DIGESTS = {
     8: "4b888134f53cb755c76d375d4f98907a735343df008ca7c24929ed331a5ed275",
     9: "fe82263f5f600434b328beebaafdab8f5e84e784794d548f2257cdc03c67e316",
     10: "f02a7e3bf20175e5e07bc1fea6b49a5606cfc07e49472966aced4527ab67ab94",
+    11: "703c83cb09d5d4510fa00329dedfc26819c1c0df53d34a2bc1360d9bd9635410",
 }
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -214,7 +214,7 @@ def test_a_batch_has_its_step_in_columns(line: Line) -> None:
         *(3, "tokens"),
         *(0, 3),
     )
-    assert batch.has_slot
+    assert (batch.has_slot, batch.step_rows) == (True, 3)
     assert before <= batch.saved_ns <= batch.published_ns <= batch.committed_ns <= _native.now_ns()
     assert batch.request_ids == ["r0", "r1", "r2"]
 

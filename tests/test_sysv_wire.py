@@ -22,6 +22,7 @@ from tokenpipe.sources.sysv import queue_key
 
 TOKEN, NONE, RECOVERY, ACKNOWLEDGED = 0, 1, 2, 3
 ROWS, BYTES, FLAGS = 1, 4, 5  # TP_BAD_*
+MESSAGE_END = 128  # TP_STEP_MESSAGE_END
 unhurried = settings(
     deadline=None,
     max_examples=60,
@@ -151,7 +152,7 @@ def test_plain_messages(batches: list[list[int]], sign: int) -> None:
             assert step["tokens"] == tokens
             assert step["states"] == [state_of(t) for t in tokens]
             assert step["rows"] == list(range(len(tokens)))
-            assert step["flags"] == 32 | (4 if sign > 0 else 0)
+            assert step["flags"] == 32 | MESSAGE_END | (4 if sign > 0 else 0)
             assert step["saved_tokens"] == saved == _native.saved_tokens(b.segment.source)
         assert b.receive() is None
 
@@ -223,6 +224,7 @@ def test_speculative_topk_messages(
         step = b.receive()
     assert step is not None
     assert step["message_flag"] == flag
+    assert bool(step["flags"] & MESSAGE_END) == (flag == 3)
     taken = check_accepted(step, ids[:, :, 0])
     columns = min(5, width)
     assert step["ids"] == [ids[at][:columns].tolist() for at in taken]
@@ -471,7 +473,7 @@ def test_a_reader_that_finds_another_queue_says_so_before_all_else() -> None:
         assert gap is not None
         assert step is not None
         assert (gap["flags"], gap["rows"], gap["bad"]) == (32 | 64, [], 0)
-        assert (step["flags"], step["tokens"]) == (32 | 4, [2])
+        assert (step["flags"], step["tokens"]) == (32 | 4 | MESSAGE_END, [2])
 
 
 def test_a_barrier_s_type_with_a_payload_is_a_refused_message() -> None:

@@ -207,8 +207,9 @@ class PipelineConfig:
     report_acknowledgements: bool = _setting(
         False,
         "engine",
-        "tell the client when the engine lets go of a row, and (zmq) of rows that a message names "
-        "without a token: its scheduler acts by itself",
+        "tell the client when the engine lets go of a row, and of every message, with (zmq) the "
+        "rows that it names without a token: its scheduler acts by itself, and gets batches "
+        "without rows",
     )
 
     metrics_prefix: str = _setting(

@@ -23,7 +23,7 @@ _UINT8, _UINT32, _UINT64 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 # tp_frame up to its padding: six uint64, eleven uint32.
-_HEAD = struct.Struct("<6Q11I")
+_HEAD = struct.Struct("<6Q12I")
 # TP_STEP_POOLING, TP_STEP_PROMPT, TP_STEP_GAP, TP_STEP_MESSAGE_END
 _POOLING, _PROMPT, _GAP, _MESSAGE_END = 8, 16, 64, 128
 TARGET, DRAFT = 3, 4  # message_flag
@@ -103,6 +103,7 @@ class OutputBatch:
             _bytes,
             self.num_drafts,
             self.num_firsts,
+            self.step_rows,
         ) = _HEAD.unpack_from(memory, offset)
         self.has_slot = bool(has_slot)
         """False: ends of requests without a step behind them (abort, shutdown)."""
@@ -132,9 +133,10 @@ class OutputBatch:
 
     @property
     def is_message_end(self) -> bool:
-        """zmq: whether every row that a message names has been told, with the batches before this
-        one that have its saved_ns. Without report_acknowledgements rows without an output are not
-        told."""
+        """sysv, zmq: whether a message of the engine is told with this batch: of a queue its first
+        `step_rows` rows, of a socket those of the batches that have its saved_ns. With
+        report_acknowledgements it is told also where no row has an output, by a batch without
+        rows (num_rows 0), unless the message has max_num_seqs rows."""
         return bool(self.flags & _MESSAGE_END)
 
     @lazy
@@ -296,7 +298,7 @@ _ROW_COLUMNS = ("row", "generation", "send_idx", "finish_reason", "first_token_n
 _TOKEN_COLUMNS = ("token_ids", "topk_ids", "topk_logprobs", "ranks")
 _HEAD_FIELDS = (
     *("number", "step", "source_sequence", "saved_ns", "published_ns", "decoder"),
-    *("message_flag", "has_slot", "flags", "drafts", "_make"),
+    *("message_flag", "has_slot", "flags", "step_rows", "drafts", "_make"),
 )
 
 
@@ -404,6 +406,7 @@ def finals_without_step(
         num_finals=n,
         num_drafts=0,
         num_firsts=0,
+        step_rows=0,
         message_flag=TARGET,
         has_slot=False,
         flags=0,

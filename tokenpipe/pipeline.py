@@ -438,9 +438,10 @@ class Pipeline:
 
         Blocks. One batch per (step, decoder), in order per request; `by_step` waits for all
         decoders and gives each step whole, in row order. A batch counts as delivered when the
-        iterator has advanced past it. When the pipeline ends, every open request gets its final and
-        the iterator ends; a later call raises PipelineGoneError. Raises DeliveryModeError after
-        stream().
+        iterator has advanced past it. With report_acknowledgements, of the sources sysv and zmq,
+        a batch may have no rows (OutputBatch.is_message_end). When the pipeline ends, every open
+        request gets its final and the iterator ends; a later call raises PipelineGoneError. Raises
+        DeliveryModeError after stream().
         """
         self._choose("batches")
         take = self._delivery.next_step if by_step else self._delivery.next

@@ -7,6 +7,7 @@ at the sets that name what is being preempted and aborted.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Container
 from typing import Any
 
 from tokenpipe.fastdeploy.host import Host
@@ -31,7 +32,7 @@ class Manager:
                 request_id in getattr(self._manager, "to_be_rescheduled_request_id_set", _NO_IDS),
             )
 
-    def reschedule_absent(self, rows: set[int]) -> list[str]:
+    def reschedule_absent(self, rows: Container[int]) -> list[str]:
         """Lets every request be scheduled again that is being preempted and whose row is not among
         `rows`, those of a whole message: no token of it will come. Returns their ids."""
         manager = self._manager

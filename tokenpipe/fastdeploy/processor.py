@@ -109,7 +109,7 @@ class TokenProcessor:
         self._uses_zmq = self._pipe.config.source == "zmq"
         self._message_ns = 0
         self._message_rows: set[int] = set()
-        """Rows that the message in hand names."""
+        """Rows that the message in hand names, from a socket."""
         rows = self._pipe.config.max_num_seqs
         self._rows = Rows(self._pipe, rows, self._make_room)
         self._take_lock = threading.Lock()
@@ -311,7 +311,7 @@ class TokenProcessor:
         if batch.kind == "prompt":
             self._keep_prompt_logprobs(columns)
             return
-        if self._uses_zmq and self._host.is_v1 and batch.has_slot:
+        if self._host.is_v1 and batch.has_slot:
             self._look_for_the_absent(columns)
         is_shielding = self._role == "decode" and self._host.is_v1
         shielded = self._manager.shielded() if is_shielding else _NOBODY
@@ -378,13 +378,15 @@ class TokenProcessor:
         """Once all of a message is here, and before its (last) rows: a preempted row that it does
         not name has no more tokens."""
         batch = columns.batch
-        if batch.saved_ns != self._message_ns:
-            self._message_ns = batch.saved_ns
-            self._message_rows.clear()
-        self._message_rows.update(columns.rows)
+        if self._uses_zmq:
+            if batch.saved_ns != self._message_ns:
+                self._message_ns = batch.saved_ns
+                self._message_rows.clear()
+            self._message_rows.update(columns.rows)
         if not batch.is_message_end:
             return
-        for request_id in self._manager.reschedule_absent(self._message_rows):
+        named = self._message_rows if self._uses_zmq else range(batch.step_rows)
+        for request_id in self._manager.reschedule_absent(named):
             self._tell_of_preemption(request_id)
 
     def _tell_step(self, step: _Step) -> None:

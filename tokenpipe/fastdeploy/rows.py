@@ -25,7 +25,11 @@ itself takes outputs off the rings, so that the barrier gets through.
 
 FastDeploy's socket (zmq) carries no barrier: there an admission holds for what is received after
 it, and what the worker had sent for a row before is the row's next task's, as with FastDeploy's
-own. A preempted request also ends its wait when a whole message does not name its row.
+own.
+
+On both a preempted request also ends its wait when a whole message does not name its row: on the
+queue one of fewer rows. One that left the worker before it ran the task says so too; the manager
+then schedules the request early, and the -9 behind it finds nobody waiting for it.
 """
 
 from __future__ import annotations
