@@ -36,9 +36,11 @@ class Manager:
         """Lets every request be scheduled again that is being preempted and whose row is not among
         `rows`, those of a whole message: no token of it will come. Returns their ids."""
         manager = self._manager
+        marked = getattr(manager, "to_be_rescheduled_request_id_set", _NO_IDS)
+        if not marked:  # nearly always: such a step need not wait for the scheduler's turn
+            return []
         with self._lock:
             tasks = getattr(manager, "requests", {})
-            marked = getattr(manager, "to_be_rescheduled_request_id_set", _NO_IDS)
             absent = [i for i in marked if i in tasks and tasks[i].idx not in rows]
         for request_id in absent:
             manager.reschedule_preempt_task(request_id)
