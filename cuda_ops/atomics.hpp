@@ -49,6 +49,12 @@ template <class Word> [[nodiscard]] inline Word get(const Word &word) noexcept {
   return std::atomic_ref<Word>(const_cast<Word &>(word)).load(std::memory_order_relaxed);
 }
 
+// Stores `to` if the word is `from`: of several threads that try, one.
+[[nodiscard]] inline bool swap(uint32_t &word, uint32_t from, uint32_t to) noexcept {
+  return std::atomic_ref<uint32_t>(word).compare_exchange_strong(from, to,
+                                                                 std::memory_order_seq_cst);
+}
+
 // Between the turn word and the first store into the copy that it has just retired: a reader that
 // sees any of those stores also sees the new turn word, and so rejects what it read.
 inline void begin_rewrite() noexcept { std::atomic_thread_fence(std::memory_order_release); }

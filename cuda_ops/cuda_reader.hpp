@@ -3,12 +3,11 @@
 // claimed slot.
 #pragma once
 
-#include <fcntl.h>
-
 #include <optional>
 
 #include "device.hpp"
 #include "output_ops.hpp"
+#include "segment_file.hpp"
 
 namespace tp {
 
@@ -61,12 +60,7 @@ private:
   }
 
   [[nodiscard]] bool is_writer_alive() const noexcept {
-    struct flock lock = {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = TP_LOCK_WRITER;
-    lock.l_len = 1;
-    return fcntl(source_fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+    return is_locked(source_fd_, TP_LOCK_WRITER);
   }
 
   bool copy(uint64_t sequence, uint32_t epoch, void *to, uint64_t bytes) {

@@ -19,6 +19,7 @@
 #include "engine_outputs.hpp"
 #include "output_ops.hpp"
 #include "ring.hpp"
+#include "segment_file.hpp"
 #include "stream_source.hpp"
 #include "sysv_source.hpp"
 
@@ -268,15 +269,6 @@ private:
                   "max_pooling_floats"_a = s.max_pooling_floats, "raw_bytes"_a = s.raw_bytes);
 }
 
-[[nodiscard]] bool sizes_work(const tp_sizes &s) noexcept {
-  const auto power = [](uint32_t n) { return n >= 2 && (n & (n - 1)) == 0; };
-  return s.max_num_seqs >= 1 && s.max_draft_tokens >= 1 &&
-         s.max_draft_tokens <= TP_MAX_DRAFT_TOKENS && s.num_decoders >= 1 &&
-         s.num_decoders <= TP_MAX_DECODERS && s.num_decoders <= s.max_num_seqs &&
-         power(s.ring_slots) && power(s.output_slots) && power(s.source_slots) &&
-         s.command_slots >= 1 && s.max_request_id_bytes % 8 == 0;
-}
-
 // What a new segment says of its creator.
 struct Owner {
   uint32_t pid, pid_namespace;
@@ -287,7 +279,8 @@ struct Owner {
 class MappedCore {
 public:
   explicit MappedCore(const py::buffer &memory)
-      : info_(memory.request(true)), core_(info_.ptr, checked(info_)) {}
+      : info_(memory.request(true)),
+        core_(info_.ptr, tp::core_sizes(info_.ptr, static_cast<uint64_t>(info_.size))) {}
 
   [[nodiscard]] const tp::Core &core() const noexcept { return core_; }
 
@@ -300,20 +293,6 @@ public:
   }
 
 private:
-  // Another process wrote the header: nothing of it is used before it makes sense as a whole.
-  static tp_sizes checked(const py::buffer_info &info) {
-    if (static_cast<uint64_t>(info.size) < sizeof(tp_header))
-      throw py::value_error("the segment is smaller than its header");
-    const auto &header = *static_cast<const tp_header *>(info.ptr);
-    // SYNC POINT: segment ready - acquire: sizes and parts are written
-    if (tp::observe(header.version) != TP_LAYOUT_VERSION || header.magic != TP_CORE_MAGIC)
-      throw py::value_error("not a core segment of this layout version");
-    const tp_sizes sizes = header.sizes;
-    if (!sizes_work(sizes) || tp::CorePlan(sizes).end != static_cast<uint64_t>(info.size))
-      throw py::value_error("the header's sizes do not give the segment's size");
-    return sizes;
-  }
-
   py::buffer_info info_;
   tp::Core core_;
 };
@@ -321,24 +300,12 @@ private:
 class MappedSource {
 public:
   explicit MappedSource(const py::buffer &memory)
-      : info_(memory.request(true)), map_(info_.ptr, checked(info_)) {}
+      : info_(memory.request(true)),
+        map_(info_.ptr, tp::source_sizes(info_.ptr, static_cast<uint64_t>(info_.size))) {}
 
   [[nodiscard]] const tp::SourceMap &map() const noexcept { return map_; }
 
 private:
-  static tp_sizes checked(const py::buffer_info &info) {
-    if (static_cast<uint64_t>(info.size) < sizeof(tp_source))
-      throw py::value_error("the segment is smaller than its header");
-    const auto &head = *static_cast<const tp_source *>(info.ptr);
-    // SYNC POINT: segment ready - acquire: sizes and parts are written
-    if (tp::observe(head.version) != TP_LAYOUT_VERSION || head.magic != TP_SOURCE_MAGIC)
-      throw py::value_error("not a source segment of this layout version");
-    const tp_sizes sizes = head.sizes;
-    if (!sizes_work(sizes) || tp::SourcePlan(sizes).end != static_cast<uint64_t>(info.size))
-      throw py::value_error("the header's sizes do not give the segment's size");
-    return sizes;
-  }
-
   py::buffer_info info_;
   tp::SourceMap map_;
 };
@@ -1083,13 +1050,6 @@ void announce_role(const MappedCore &mapped, uint32_t index, uint32_t pid, uint6
   tp::put(role.heartbeat_ns, uint64_t{0});
 }
 
-void announce_writer(const MappedSource &mapped, uint32_t pid, uint64_t start) {
-  tp_source &head = mapped.map().head();
-  tp::put(head.writer_start, start);
-  tp::put(head.writer_epoch, tp::get(head.writer_epoch) + (pid != 0 ? 1 : 0)); // 0: it has left
-  tp::publish(head.writer_pid, pid);
-}
-
 // Whether `pid` sends barriers, or did: it is not the engine.
 [[nodiscard]] bool is_our_sender(const MappedCore &core, const MappedSource &source, uint32_t pid) {
   const tp_queue &queue = source.map().head().queue;
@@ -1389,7 +1349,12 @@ PYBIND11_MODULE(_native, m) {
   m.def("is_our_sender", &is_our_sender, "core"_a, "source"_a, "pid"_a);
   m.def("is_at_rest", &is_at_rest, "source"_a);
   m.def("set_owner", &set_owner, "core"_a, "source"_a, "pid"_a, "start"_a);
-  m.def("announce_writer", &announce_writer, "source"_a, "pid"_a, "start"_a);
+  m.def(
+      "announce_writer",
+      [](const MappedSource &source, uint32_t pid, uint64_t start) {
+        tp::announce_writer(source.map().head(), pid, start);
+      },
+      "source"_a, "pid"_a, "start"_a);
   m.def(
       "format_core",
       [](const py::buffer &memory, const py::dict &sizes, const py::dict &options, uint32_t pid,

@@ -33,7 +33,7 @@ struct SaveArguments {
 };
 
 // Design: the writer alone stores `published` and the steps; it reads `released` and the control
-// words. `seen_` holds what poll() has reported, so a control word is reported once.
+// words. `reported_` holds what poll() has told, so a control word is told once.
 class Writer {
 public:
   explicit Writer(const SourceMap &source)
@@ -249,19 +249,12 @@ public:
       refuse_outside_int32(name, t);
   }
 
-private:
-  [[nodiscard]] bool has_space() const noexcept {
-    // SYNC POINT: source released - acquire: the reader has copied the steps below it
-    return published_ - observe(source_.head().released) < source_.sizes.source_slots;
+  [[noreturn]] static void refuse_outside_int32(const char *name, const Tensor &t) {
+    throw OpArgumentError(name, std::string(name) + " holds " + first_outside_int32(t) +
+                                    ", which is outside int32");
   }
 
-  [[nodiscard]] static std::string shown(const Tensor &t) {
-    std::string text = t.dtype_name + "[";
-    for (int i = 0; i < t.ndim; ++i)
-      text += (i ? ", " : "") + std::to_string(t.shape[i]);
-    return text + "]";
-  }
-
+  // Refuses a tensor of another dtype or shape.
   static void expect(const char *name, const Tensor &t, bool is_float, int ndim,
                      const int64_t (&shape)[3], const char *what) {
     const bool right_type =
@@ -280,6 +273,19 @@ private:
       wanted += (i ? ", " : "") + std::to_string(shape[i]);
     throw OpArgumentError(name,
                           std::string(name) + " is " + shown(t) + ", must be " + wanted + "]");
+  }
+
+private:
+  [[nodiscard]] bool has_space() const noexcept {
+    // SYNC POINT: source released - acquire: the reader has copied the steps below it
+    return published_ - observe(source_.head().released) < source_.sizes.source_slots;
+  }
+
+  [[nodiscard]] static std::string shown(const Tensor &t) {
+    std::string text = t.dtype_name + "[";
+    for (int i = 0; i < t.ndim; ++i)
+      text += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return text + "]";
   }
 
   static void check_rows(const SaveArguments &a, int64_t n) {
@@ -327,11 +333,6 @@ private:
     expect("ranks", a.ranks, false, 1, {m, 0, 0}, "int32 or int64");
     check_rows(a, n);
     return {static_cast<uint64_t>(n), static_cast<uint64_t>(m), static_cast<uint64_t>(width)};
-  }
-
-  [[noreturn]] static void refuse_outside_int32(const char *name, const Tensor &t) {
-    throw OpArgumentError(name, std::string(name) + " holds " + first_outside_int32(t) +
-                                    ", which is outside int32");
   }
 
   void fill_rows(const SaveArguments &a, const Shape &shape, tp_step &step, const StepColumns &at,
@@ -463,6 +464,13 @@ private:
   std::vector<uint32_t> known_;
   std::vector<uint64_t> reported_;
 };
+
+// Says who writes: `pid` 0, nobody any more. Who announces himself holds the writer's lock.
+inline void announce_writer(tp_source &head, uint32_t pid, uint64_t start) noexcept {
+  put(head.writer_start, start);
+  put(head.writer_epoch, get(head.writer_epoch) + (pid != 0 ? 1 : 0));
+  publish(head.writer_pid, pid);
+}
 
 // The writer's cursor as far as it can be true: within one ring of what the reader has released. An
 // engine may write anything over its own segment; a cursor that cannot be counts as nothing new. On
