@@ -52,9 +52,8 @@ public:
 
 private:
   void read_counts(const char *name, const Tensor &t, int64_t n) {
-    if (arguments_.tokens.ndim != 2)
-      throw OpArgumentError("tokens", "tokens has " + std::to_string(arguments_.tokens.ndim) +
-                                          " dimensions, must have two [rows, draft tokens]");
+    const Tensor &tokens = arguments_.tokens;
+    Writer::expect("tokens", tokens, false, 2, {n, tokens.shape[1], 0}, "int32 or int64");
     Writer::expect(name, t, false, 1, {n, 0, 0}, "int32 or int64");
     counts_.resize(static_cast<size_t>(n));
     Writer::copy_column(name, counts_.data(), t, counts_.size());

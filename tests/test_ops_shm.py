@@ -121,7 +121,9 @@ def test_accepted_tokens_with_candidates() -> None:
 def test_first_tokens_with_candidates() -> None:
     with Engine() as engine:
         ids, scores, ranks = candidates(7)
-        inputs = (SAMPLED, ids, scores, ranks, COUNTS, OFFSETS, HAS_WORK, DECODED, PROMPT, MARKS)
+        counts = COUNTS.copy()
+        counts[1] = -9  # as 0, but that the row is let go of
+        inputs = (SAMPLED, ids, scores, ranks, counts, OFFSETS, HAS_WORK, DECODED, PROMPT, MARKS)
         engine.ops.mtp_save_first_token_with_topk(*inputs, 3, 0, False, step=engine.step)
         got = {row: output for row, output in engine.outputs().items() if output[0]}
         assert {row: output[0] for row, output in got.items()} == {

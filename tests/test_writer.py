@@ -636,6 +636,10 @@ def speculative(**changed: Any) -> dict[str, Any]:
     }
 
 
+def first(**changed: Any) -> dict[str, Any]:
+    return {"tokens": PAIRS, "step_idx": ONE, "generations": ONE, **changed}
+
+
 def first_topk(**changed: Any) -> dict[str, Any]:
     return {
         **{"tokens": PAIRS, "token_num": ONE, "topk_ids": PAIR, "logprobs": LOGS},
@@ -692,7 +696,13 @@ SPECULATE, TOPK, FIRST = (
         wrong(FIRST, "logprobs", first_topk(logprobs=LOGS.view(np.int32)), "int"),
         wrong(FIRST, "ranks", first_topk(ranks=ONE + 0.5), "float64"),
         wrong(FIRST, "tokens", first_topk(tokens=ONE), "int64[2]"),
-        wrong("mtp_save_first_token", "tokens", {"tokens": ONE, "step_idx": ONE}),
+        wrong(FIRST, "token_num", first_topk(token_num=np.ones(3, int)), "int64[3]", "[2]"),
+        wrong(FIRST, "accept_num", first_topk(token_num=at(0, DEPTH)), f"is {DEPTH + 1}"),
+        wrong(FIRST, "topk_ids", first_topk(topk_ids=at(0, 1)), "int64[2]"),
+        wrong(FIRST, "tokens", first_topk(tokens=PAIRS * 2**33), str(2**33)),
+        wrong("mtp_save_first_token", "tokens", first(tokens=ONE), "int64[2]"),
+        wrong("mtp_save_first_token", "step_idx", first(step_idx=np.ones(3, int)), "[2]"),
+        wrong("mtp_save_first_token", "step_idx", first(step_idx=None)),
         wrong(
             "save_pooling",
             "vectors",

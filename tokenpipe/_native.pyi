@@ -222,6 +222,8 @@ class Writer:
         logprobs: Any = None,
         ranks: Any = None,
         vectors: Any = None,
+        step_idx: Any = None,
+        token_num: Any = None,
         message_flag: int = 3,
         not_need_stop: bool = True,
         is_prompt: bool = False,

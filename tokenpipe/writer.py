@@ -288,46 +288,74 @@ class EngineWriter:
             message_flag=message_flag,
         )
 
-    def mtp_save_first_token(self, tokens: Any, step_idx: Any, **where: Any) -> None:
+    def mtp_save_first_token(
+        self,
+        tokens: Any,
+        step_idx: Any,
+        *,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+        positions: Any = None,
+        not_need_stop: bool = True,
+    ) -> None:
         """Saves a prefill step's first token and first draft of the rows that have just made them.
 
         `tokens` [n, 2 or more]; `step_idx` [n]: 1 where the row has made its first token in this
-        step; other rows have no token. Keywords as speculate_save_output. (FastDeploy's op leaves
+        step; other rows have no token. Else as save_output, on the CPU. (FastDeploy's op leaves
         the last message's counts in the rows with step_idx above 1: output-ops.md section 3.1.)
         """
-        pair = _array("tokens", tokens, "whole numbers", 2)[:, :2]
-        first = _array("step_idx", step_idx, "whole numbers").reshape(-1) == 1
-        self.speculate_save_output(pair, np.where(first, 2, 0), **where)
+        self._save(
+            step,
+            generations,
+            rows,
+            tokens,
+            states,
+            positions,
+            not_need_stop,
+            None,
+            step_idx=_tensor("step_idx", _given("step_idx", step_idx)),
+        )
 
     def mtp_save_first_token_with_topk(
-        self, tokens: Any, token_num: Any, topk_ids: Any, logprobs: Any, ranks: Any, **where: Any
+        self,
+        tokens: Any,
+        token_num: Any,
+        topk_ids: Any,
+        logprobs: Any,
+        ranks: Any,
+        *,
+        message_flag: int = 3,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+        positions: Any = None,
+        not_need_stop: bool = True,
     ) -> None:
         """Saves a prefill step's first token with its candidates, and the drafts behind it.
 
         `tokens` [n, D]; `token_num` [n]: 0 for rows without a token yet, else the tokens in front
-        of the last draft. `topk_ids`, `logprobs` (float32 or float16) [n, T] and `ranks` [n] are
-        the first token's; the drafts have no candidates (ids -1, logprob 0.0, rank 0). Keywords as
-        speculate_save_output.
+        of the last draft. `topk_ids`, `logprobs` [n, T] and `ranks` [n] are the first token's; the
+        drafts have no candidates (ids -1, logprob 0.0, rank 0). Else as
+        speculate_save_output_topk, on the CPU.
         """
-        tokens = _array("tokens", tokens, "whole numbers", 2)
-        first_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
-        first_logprobs = _array("logprobs", logprobs, "floats", 2)
-        first_ranks = _array("ranks", ranks, "whole numbers").reshape(-1)
-        num = _array("token_num", token_num, "whole numbers").reshape(-1)
-        n, depth = tokens.shape
-        width = first_ids.shape[1]
-        _check_shape("topk_ids", first_ids, n, width)
-        _check_shape("logprobs", first_logprobs, n, width)
-        _check_shape("ranks", first_ranks, n)
-        ids = np.full((n, depth, width), -1, np.int64)
-        ids[:, :, 0] = tokens
-        ids[:, 0] = first_ids
-        scores = np.zeros((n, depth, width), np.float32)
-        scores[:, 0] = first_logprobs
-        places = np.zeros((n, depth), np.int64)
-        places[:, 0] = first_ranks
-        accept_num = np.where(num == 0, 0, num + 1)
-        self.speculate_save_output_topk(tokens, accept_num, ids, scores, places, **where)
+        self._save(
+            step,
+            generations,
+            rows,
+            tokens,
+            states,
+            positions,
+            not_need_stop,
+            None,
+            token_num=_tensor("token_num", _given("token_num", token_num)),
+            topk_ids=_tensor("topk_ids", _given("topk_ids", topk_ids)),
+            logprobs=_tensor("logprobs", logprobs),
+            ranks=_tensor("ranks", ranks),
+            message_flag=message_flag,
+        )
 
     def save_pooling(
         self,

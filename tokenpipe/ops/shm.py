@@ -213,7 +213,7 @@ class ShmOps:
         ids = _taken("logprob_token_ids", logprob_token_ids, at)
         ids[:, 0] = tokens[:, 0]
         self.writer.mtp_save_first_token_with_topk(
-            *(tokens, counts, ids),
+            *(tokens, np.maximum(counts, 0), ids),
             _taken("logprob_scores", logprob_scores, at),
             _taken("logprob_ranks", logprob_ranks, at),
             message_flag=message_flag,
