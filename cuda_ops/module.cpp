@@ -473,7 +473,7 @@ public:
     const GilReleased released;
     return reader_.get_output(*producer.slot, producer.cursor(), timeout_s > 0);
   }
-  [[nodiscard]] uint64_t num_too_long() const noexcept { return reader_.num_too_long(); }
+  [[nodiscard]] uint64_t num_misfits() const noexcept { return reader_.num_misfits(); }
   [[nodiscard]] uint32_t last_sender() const { return reader_.last_sender(); }
 
 private:
@@ -1427,7 +1427,7 @@ PYBIND11_MODULE(_native, m) {
           "source"_a, "core"_a, "variant"_a, "generation"_a, "key"_a, "beat_s"_a,
           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("get_output", &PySysvReader::get_output, "producer"_a, "timeout_s"_a)
-      .def_property_readonly("num_too_long", &PySysvReader::num_too_long)
+      .def_property_readonly("num_misfits", &PySysvReader::num_misfits)
       .def_property_readonly("last_sender", &PySysvReader::last_sender);
 
   py::class_<PyQueue>(m, "Queue")

@@ -97,10 +97,8 @@ public:
     if (wait)
       fault::point("sleep");
     int64_t got = queue_.receive(raw, room(), wait ? 0 : IPC_NOWAIT);
-    if (got == Queue::too_long) {
-      ++too_long_;
+    if (got == Queue::too_long)
       got = queue_.receive(raw, room(), MSG_NOERROR | IPC_NOWAIT); // off the head, to be refused
-    }
     set_waiting(TP_WAIT_NOTHING);
     if (got == Queue::nothing || got == Queue::too_long)
       return false;
@@ -108,8 +106,8 @@ public:
     return take(slot, sequence, static_cast<uint64_t>(got));
   }
 
-  // Messages longer than this variant's: another op than the configured one sends them.
-  [[nodiscard]] uint64_t num_too_long() const noexcept { return too_long_; }
+  // Messages of another length than this variant's: another op than the configured one sends them.
+  [[nodiscard]] uint64_t num_misfits() const noexcept { return num_misfits_; }
 
   // Pid of whoever sent last, as this pid namespace knows it; 0: unknown.
   [[nodiscard]] uint32_t last_sender() const {
@@ -183,8 +181,9 @@ private:
       return false;
     }
     begin_step(slot, sequence);
-    slot.bad = length < shortest_payload(variant_) || length > payload_bytes(variant_)
-                   ? uint32_t{TP_BAD_BYTES}
+    const bool fits = length >= shortest_payload(variant_) && length <= payload_bytes(variant_);
+    num_misfits_ += !fits;
+    slot.bad = !fits         ? uint32_t{TP_BAD_BYTES}
                : raw[0] != 1 ? uint32_t{TP_BAD_FLAGS}
                              : make_columns(slot, raw);
     if (slot.bad != TP_BAD_NONE)
@@ -403,7 +402,7 @@ private:
   const uint64_t raw_at_;
   uint64_t saved_tokens_;
   uint64_t num_tokens_ = 0; // of the message in hand
-  uint64_t too_long_ = 0;
+  uint64_t num_misfits_ = 0;
 };
 
 } // namespace tp::sysv

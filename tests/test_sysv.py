@@ -520,7 +520,7 @@ def test_a_worker_that_saves_with_another_op_is_told_of_in_the_log(
         with urllib.request.urlopen(pipe.health_url.replace("health", "metrics")) as answer:
             assert 'reason="bytes"' in answer.read().decode()
     text = capfd.readouterr().err
-    assert "longer than the 2056 bytes of get_output" in text
+    assert "another length than the 2056 bytes of get_output" in text
     assert text.count("another op than --sysv-op says") == 1
 
 

@@ -315,6 +315,18 @@ def test_a_bad_header_of_a_speculative_topk_message_is_refused(
         assert step["bad"] == reason
 
 
+def test_a_message_of_a_narrower_variant_is_a_misfit_too() -> None:
+    with bench("speculate_get_output") as b:
+        b.worker.send(peer.plain([7]))
+        b.worker.send(peer.speculate([[7]], [1]))
+        refused, good = b.receive(), b.receive()
+        assert refused is not None
+        assert refused["bad"] == BYTES
+        assert b.reader.num_misfits == 1
+        assert good is not None
+        assert good["tokens"] == [7]
+
+
 def test_a_message_of_a_wider_variant_is_taken_off_the_head(queue_limits: Any) -> None:
     """FastDeploy's own reader spins on E2BIG for ever."""
     with bench("get_output") as b:
@@ -323,7 +335,7 @@ def test_a_message_of_a_wider_variant_is_taken_off_the_head(queue_limits: Any) -
         refused, good = b.receive(), b.receive()
         assert refused is not None
         assert refused["bad"] == BYTES
-        assert b.reader.num_too_long == 1
+        assert b.reader.num_misfits == 1
         assert good is not None
         assert good["tokens"] == [7]
 

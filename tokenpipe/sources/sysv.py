@@ -46,7 +46,7 @@ class SysvSource:
             queue_key(config),
             config.heartbeat_interval_s,
         )
-        self._num_too_long = 0
+        self._num_misfits = 0
         self._looked = self._warned = 0.0
 
     def get_output(self, producer: _native.Producer, timeout_s: float) -> bool:
@@ -55,7 +55,7 @@ class SysvSource:
         has_step = self._reader.get_output(producer, timeout_s)
         if has_step:
             self._look_at_sender()
-        if self._reader.num_too_long != self._num_too_long:
+        if self._reader.num_misfits != self._num_misfits:
             self._warn_of_length()
         return has_step
 
@@ -77,15 +77,15 @@ class SysvSource:
         _native.announce_writer(source, pid, start_time(pid) or 0)
 
     def _warn_of_length(self) -> None:
-        self._num_too_long = self._reader.num_too_long
+        self._num_misfits = self._reader.num_misfits
         if time.monotonic() - self._warned >= _WARN_EVERY_S or not self._warned:
             self._warned = time.monotonic()
             _log.error(
-                "a message longer than the %d bytes of %s was refused (%d so far): the worker "
-                "saves with another op than --sysv-op says",
+                "a message of another length than the %d bytes of %s was refused (%d so far): the "
+                "worker saves with another op than --sysv-op says",
                 _native.payload_bytes(self._config.sysv_variant),
                 self._config.sysv_op,
-                self._num_too_long,
+                self._num_misfits,
             )
 
 
