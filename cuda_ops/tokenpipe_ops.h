@@ -180,7 +180,8 @@ typedef struct {
 /* Waits for the pipeline, timeout_s at most. */
 int tokenpipe_shm_attach(const char *name, double timeout_s, tokenpipe_writer **writer,
                          tokenpipe_error *error);
-/* NULL is no writer, and is closed. */
+/* What runs goes on with the next writer; what runs when an engine dies ends with an error. NULL is
+ * no writer, and is closed. In a forked copy it only gives the copy's memory back. */
 void tokenpipe_shm_close(tokenpipe_writer *writer);
 int tokenpipe_shm_limits(const tokenpipe_writer *writer, tokenpipe_limits *limits,
                          tokenpipe_error *error);
