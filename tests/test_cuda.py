@@ -371,6 +371,29 @@ def test_replays_may_be_ahead_of_the_gpu(stage: Stage, fake: FakeCuda, stream: i
     assert found == list(range(2, 2 + SLOTS))
 
 
+def test_a_capture_survives_whatever_else_a_writer_does_meanwhile(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    """In the mode in which PyTorch captures, CUDA ends a capture at an allocation or a query of any
+    thread."""
+    other, ones = fake.make_stream(), np.ones(2, int)
+
+    def save_and_flush() -> None:
+        stage.engine.save_output(OnCuda(np.full(2, 5)), generations=ones, stream=other)
+        stage.engine.flush()
+        stage.engine.save_output(np.full(2, 6), generations=ones)
+
+    with fake.capture(stream):
+        stage.engine.save_output(OnCuda(np.full(2, 7)), generations=ones, stream=stream)
+        thread = threading.Thread(target=save_and_flush)
+        thread.start()
+        thread.join(WATCHDOG_S)
+    stage.engine.begin_step(ones, replay_in=stream)
+    fake.replay(stream)
+    stage.engine.flush()
+    assert [int(stage.step(i)["tokens"][0]) for i in range(3)] == [5, 6, 7]
+
+
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_no_step_is_published_before_it_is_there(
     fake: FakeCuda, segment: Segment, stream: int, by_stream: bool
@@ -631,12 +654,23 @@ def test_a_stream_may_be_an_object_of_a_framework(
     class CupyStream:
         ptr = stream
 
-    for given_stream in (TorchStream(), CupyStream(), stream, 0):
+    class PaddleStream:  # paddle.device.Stream; paddle.device.cuda.current_stream() is as PyTorch's
+        stream_base = TorchStream()
+
+    class ProtocolStream:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, stream
+
+    others = (PaddleStream(), ProtocolStream())
+    for given_stream in (TorchStream(), CupyStream(), *others, stream, 0):
         stage.engine.save_output(
             OnCuda(np.ones(1, int)), generations=np.ones(1, int), stream=given_stream
         )
-    stage.engine.flush()
-    assert stage.published == 4
+        stage.engine.flush()
+        stage.take_all()
+    assert stage.published == 6
+    with pytest.raises(tp.OpArgumentError, match="stream is a str"):
+        stage.engine.save_output(OnCuda(np.ones(1, int)), generations=np.ones(1, int), stream="0")
 
 
 # --- a driver that fails
@@ -681,7 +715,13 @@ def test_every_failure_of_every_call_is_raised_and_leaves_nothing(
     assert {name for name, _ in places} >= {
         *("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuModuleLoadData"),
         *("cuMemHostRegister", "cuMemHostAlloc", "cuMemAlloc", "cuStreamCreate", "cuEventCreate"),
-        *("cuMemcpyHtoD", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"),
+        *(
+            "cuMemcpyHtoDAsync",
+            "cuStreamSynchronize",
+            "cuLaunchKernel",
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ),
         *("cuMemcpyDtoHAsync", "cuLaunchHostFunc", "cuStreamQuery", "cuCtxSynchronize"),
         *("cuStreamDestroy", "cuEventDestroy", "cuMemFree", "cuMemFreeHost"),
         *("cuMemHostUnregister", "cuModuleUnload", "cuDevicePrimaryCtxRelease"),

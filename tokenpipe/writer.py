@@ -636,6 +636,9 @@ def _device_of(tensor: Any) -> int | None:
 def _handle_of(stream: Any, name: str = "stream") -> int | None:
     if stream is None or isinstance(stream, int):
         return stream
+    if hasattr(stream, "__cuda_stream__"):  # the protocol: its version, and the handle
+        return int(stream.__cuda_stream__()[1])
+    stream = getattr(stream, "stream_base", stream)  # what paddle.device.Stream is about
     for attribute in ("cuda_stream", "ptr"):  # of PyTorch and Paddle; of CuPy
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
