@@ -25,7 +25,6 @@ import steps  # noqa: E402
 
 import tokenpipe as tp  # noqa: E402
 from tokenpipe import _native, cuda  # noqa: E402
-from tokenpipe.layout import SOURCE  # noqa: E402
 from tokenpipe.segment import Segment  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -545,7 +544,7 @@ def wait_until_read(engine: tp.EngineWriter, segment: Segment) -> None:
     """Returns when the pipeline's reader has taken every step."""
     engine.flush()
     deadline = time.monotonic() + WATCHDOG_S
-    while int(np.frombuffer(segment.source_memory, SOURCE, 1)[0]["released"]) < engine.num_steps:
+    while _native.source_released(segment.source) < engine.num_steps:
         assert time.monotonic() < deadline, "the reader does not take the steps"
         time.sleep(1e-4)
 

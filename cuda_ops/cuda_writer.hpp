@@ -288,6 +288,7 @@ private:
     args.width = static_cast<uint32_t>(shape.width);
     args.flags = Writer::flags_of(a);
     args.message_flag = a.message_flag;
+    args.counts = a.counts;
     args.max_num_seqs = source_.sizes.max_num_seqs;
     args.num_tickets = source_.sizes.source_slots;
     args.state = reinterpret_cast<PackState *>(staging_ + staging_bytes_);

@@ -586,7 +586,7 @@ public:
   void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
             py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
             py::handle ranks, py::handle vectors, uint32_t message_flag, bool not_need_stop,
-            bool is_prompt, std::optional<uint64_t> stream) {
+            bool is_prompt, std::optional<uint64_t> stream, uint32_t counts) {
     const Borrowed borrowed_tokens("tokens", tokens),
         borrowed_generations("generations", generations), borrowed_rows("rows", rows),
         borrowed_states("states", states), borrowed_positions("positions", positions),
@@ -607,6 +607,9 @@ public:
     a.is_prompt = is_prompt;
     a.message_flag = message_flag;
     a.not_need_stop = not_need_stop;
+    a.counts = static_cast<tp::Counts>(counts);
+    if (a.counts == tp::Counts::first_step && a.tokens.ndim == 2)
+      a.tokens.shape[1] = std::min(a.tokens.shape[1], int64_t{2});
     const int device =
         borrowed_vectors.view.is_there() ? borrowed_vectors.device : borrowed_tokens.device;
     for (const auto &[name, tensor] :
@@ -625,6 +628,8 @@ public:
         on_host |= column;
     }
     if (device < 0) {
+      if (a.counts != tp::Counts::accepted)
+        throw py::value_error("on the CPU the caller counts");
       writer_.save(a);
       if (cuda_)
         cuda_->note_host_save();
@@ -1502,7 +1507,7 @@ PYBIND11_MODULE(_native, m) {
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
            "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
            "vectors"_a = py::none(), "message_flag"_a = 3, "not_need_stop"_a = true,
-           "is_prompt"_a = false, "stream"_a = py::none())
+           "is_prompt"_a = false, "stream"_a = py::none(), "counts"_a = 0)
       .def("open_cuda", &PyWriter::open_cuda, "driver"_a, "device"_a, "image"_a,
            "publish_by_stream"_a, py::keep_alive<1, 2>())
       .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a, "stream"_a)

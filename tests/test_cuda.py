@@ -29,6 +29,8 @@ from support import wait_until
 from tokenpipe import _native, cli, cuda
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import CudaError, SyncTimeoutError
+from tokenpipe.ops import sysv
+from tokenpipe.ops.shm import ShmOps
 from tokenpipe.segment import Segment
 
 Array = np.ndarray[Any, Any]
@@ -96,6 +98,80 @@ def test_the_device_packs_what_the_oracle_and_the_cpu_pack(
     for name in set(found) - {"source_sequence", "saved_tokens", "saved_ns"}:
         of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(found[name])
         assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+
+
+@pytest.mark.parametrize("with_topk", [False, True])
+@in_one_segment
+@given(seed=st.integers(0, 2**32), order=st.integers(0, 200))
+def test_first_tokens_are_packed_on_the_device_as_the_cpu_s_op_composes_them(
+    with_topk: bool, stage: Stage, fake: FakeCuda, stream: int, seed: int, order: int
+) -> None:
+    random = np.random.default_rng(seed)
+    n, width = int(random.integers(ROWS, endpoint=True)), int(random.integers(1, TOP + 1))
+    depth = int(random.integers(2, DEPTH, endpoint=True))
+    given = {"tokens": random.integers(0, INT32, (n, depth))}
+    op = stage.engine.mtp_save_first_token
+    if with_topk:
+        op = stage.engine.mtp_save_first_token_with_topk
+        given |= {
+            "token_num": random.integers(0, depth, n),
+            "topk_ids": random.integers(0, INT32, (n, width)),
+            "logprobs": random.standard_normal((n, width), np.float32),
+            "ranks": random.integers(0, INT32, n),
+        }
+    else:
+        given["step_idx"] = random.integers(-1, 4, n)
+    columns = {
+        "generations": random.integers(0, 3, n),
+        "rows": random.permutation(ROWS)[:n],
+        "states": random.integers(0, 4, n).astype(np.uint8),
+    }
+    fake.set_order(order)
+    stage.take_all()
+    op(**given, **columns)
+    from_cpu = stage.step()
+    stage.take_all()
+    on_device = {
+        name: place(array, str(random.choice(["contiguous", "every second", "transposed"])), False)
+        for name, array in given.items()
+    }
+    op(**on_device, **columns, stream=stream)
+    stage.engine.flush()
+    found = stage.step()
+    for name in set(found) - {"source_sequence", "saved_tokens", "saved_ns"}:
+        of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(found[name])
+        assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+    saved = [step["saved_tokens"] for step in (from_cpu, found)]
+    assert saved[1] - saved[0] == found["num_tokens"]
+
+
+def test_first_tokens_that_cannot_be_are_told_by_their_element(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    tokens, ids = np.full((9, 3), 7), np.full((9, 2), 5)
+    scores, num = np.zeros((9, 2), np.float32), np.ones(9, int)
+    for change, told in (
+        ((tokens, (8, 1), BIG), r"tokens holds 2147483648 \(element 25\)"),
+        ((ids, (8, 1), BIG), r"topk_ids holds 2147483648 \(element 49\)"),
+        ((num, 8, 3), r"accept_num holds 3 \(element 8\)"),
+        ((num, 8, INT32), r"accept_num holds 2147483647 \(element 8\)"),
+    ):
+        array, at, bad = change
+        good, array[at] = array[at], bad
+        given = [OnCuda(a) for a in (tokens, num, ids, scores, num)]
+        stage.engine.mtp_save_first_token_with_topk(
+            *given, generations=np.ones(9, int), stream=stream
+        )
+        with pytest.raises(tp.OpArgumentError, match=told):
+            stage.engine.flush()
+        array[at] = good
+        stage.take_all()
+    with pytest.raises(tp.OpArgumentError, match=r"topk_ids is int64\[9, 1, 2\]"):
+        stage.engine.mtp_save_first_token_with_topk(
+            *(OnCuda(a) for a in (tokens, num, ids[:, None], scores, num)),
+            generations=np.ones(9, int),
+            stream=stream,
+        )
 
 
 def test_padding_columns_and_rows_behind_the_accepted_are_left_out(
@@ -630,6 +706,39 @@ def test_where_tensors_lie_is_checked(stage: Stage, fake: FakeCuda, stream: int)
             generations=ones,
             stream=stream,
         )
+    assert stage.published == 0
+
+
+def test_ops_that_take_tensors_on_the_cpu_alone_say_so(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    ids, scores = np.ones((2, 2), int), np.ones((2, 2), np.float32)
+    ones, has_work = np.ones(2, int), np.array([True])
+    on_device, text = OnCuda(ones), "lies on CUDA device 0, must be on the CPU: copy it there first"
+    ops, step = ShmOps(stage.engine), stage.engine.begin_step(ones)
+    for name, call in (
+        (
+            "tokens",
+            lambda: stage.engine.save_prompt_logprobs(0, 1, on_device, ids, scores, ones),
+        ),
+        (
+            "ranks",
+            lambda: stage.engine.save_prompt_logprobs(0, 1, ones, ids, scores, on_device),
+        ),
+        ("x", lambda: ops.save_output(on_device, has_work, step=step)),
+        ("preempted_idx", lambda: ops.save_output(ones, has_work, on_device, step=step)),
+        ("not_need_stop", lambda: ops.save_output(ones, OnCuda(has_work), step=step)),
+        (
+            "topk_ids",
+            lambda: ops.save_output_topk(ones, OnCuda(ids), scores, ones, True, step=step),
+        ),
+        ("x", lambda: sysv.save_output(on_device, True)),
+        ("x", lambda: sysv.get_output(on_device)),
+        ("step_idx", lambda: stage.engine.mtp_save_first_token(ids, on_device, step=step)),
+    ):
+        with pytest.raises(tp.OpArgumentError, match=f"{name} {text}") as refused:
+            call()
+        assert refused.value.argument == name
     assert stage.published == 0
 
 

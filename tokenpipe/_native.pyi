@@ -226,6 +226,7 @@ class Writer:
         not_need_stop: bool = True,
         is_prompt: bool = False,
         stream: int | None = None,
+        counts: int = 0,
     ) -> None: ...
     def open_cuda(
         self, driver: CudaDriver, device: int, image: bytes, publish_by_stream: bool

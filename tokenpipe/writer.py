@@ -29,8 +29,8 @@ from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segmen
 
 _WAIT_S = 0.2
 _LOOK_S = 0.005
-_DLPACK_CUDA = (2, 13)
-"""Device types of DLPack: memory of a GPU, and managed memory."""
+_FIRST_STEP, _BEHIND_A_FIRST = 1, 2
+"""What accept_num holds: the numbers of tp::Counts."""
 _CLOSE_S = 30.0
 _WITHDRAW_POLL_S = 0.002
 _FOR_EVER_S = float("inf")
@@ -295,6 +295,10 @@ class EngineWriter:
         step; other rows have no token. Keywords as speculate_save_output. (FastDeploy's op leaves
         the last message's counts in the rows with step_idx above 1: output-ops.md section 3.1.)
         """
+        tokens = _tensor("tokens", tokens)
+        if cuda.device_of(tokens) is not None:
+            self._save_first(tokens, step_idx, _FIRST_STEP, **where)
+            return
         pair = _array("tokens", tokens, "whole numbers", 2)[:, :2]
         first = _array("step_idx", step_idx, "whole numbers").reshape(-1) == 1
         self.speculate_save_output(pair, np.where(first, 2, 0), **where)
@@ -309,6 +313,11 @@ class EngineWriter:
         the first token's; the drafts have no candidates (ids -1, logprob 0.0, rank 0). Keywords as
         speculate_save_output.
         """
+        tokens = _tensor("tokens", tokens)
+        if cuda.device_of(tokens) is not None:
+            candidates = {"topk_ids": topk_ids, "logprobs": logprobs, "ranks": ranks}
+            self._save_first(tokens, token_num, _BEHIND_A_FIRST, **candidates, **where)
+            return
         tokens = _array("tokens", tokens, "whole numbers", 2)
         first_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
         first_logprobs = _array("logprobs", logprobs, "floats", 2)
@@ -328,6 +337,31 @@ class EngineWriter:
         places[:, 0] = first_ranks
         accept_num = np.where(num == 0, 0, num + 1)
         self.speculate_save_output_topk(tokens, accept_num, ids, scores, places, **where)
+
+    def _save_first(
+        self,
+        tokens: Any,
+        counted: Any,
+        counts: int,
+        *,
+        step: Step | None = None,
+        generations: Any = None,
+        rows: Any = None,
+        states: Any = None,
+        positions: Any = None,
+        not_need_stop: bool = True,
+        stream: Any = None,
+        message_flag: int = 3,
+        **candidates: Any,
+    ) -> None:
+        """A save of first tokens on a device, which counts and fills up by itself there."""
+        self._save(
+            *(step, generations, rows, tokens, states, positions, not_need_stop, stream),
+            accept_num=_tensor("accept_num", _given("accept_num", counted)),
+            message_flag=message_flag,
+            counts=counts,
+            **{name: _tensor(name, _given(name, value)) for name, value in candidates.items()},
+        )
 
     def save_pooling(
         self,
@@ -368,8 +402,8 @@ class EngineWriter:
     ) -> None:
         """Saves the candidates of one request's prompt tokens; they come with its next output.
 
-        `tokens` [P], `topk_ids` and `logprobs` [P, T], `ranks` [P]; `begin`: place of the first in
-        the prompt. A long prompt is split over several steps.
+        `tokens` [P], `topk_ids` and `logprobs` [P, T], `ranks` [P], all on the CPU; `begin`: place
+        of the first in the prompt. A long prompt is split over several steps.
         """
         tokens = _array("tokens", tokens, "whole numbers", 1)
         topk_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
@@ -432,12 +466,12 @@ class EngineWriter:
                 stream=_handle_of(stream),
                 **more,
             )
-            if step is None and _device_of(generations) is None:  # what begin_step() does
+            if step is None and cuda.device_of(generations) is None:  # what begin_step() does
                 self._writer.note(rows, generations, len(generations))
 
     def _make_ready_for(self, tensor: Any) -> None:
         """What a save of this tensor needs before it begins. Under the lock."""
-        device = _device_of(tensor)
+        device = cuda.device_of(tensor)
         has_device = self._writer.cuda_device >= 0
         if device is None and has_device:
             self._raise_if_closed()
@@ -625,14 +659,6 @@ def _tensor(name: str, value: Any) -> Any:
     return _Capsule(to_dlpack(value), value.place.gpu_device_id() if on_gpu else None)
 
 
-def _device_of(tensor: Any) -> int | None:
-    """The CUDA device that a tensor lies on; None on the CPU."""
-    if isinstance(tensor, np.ndarray) or not hasattr(tensor, "__dlpack_device__"):
-        return None
-    kind, ordinal = tensor.__dlpack_device__()
-    return int(ordinal) if int(kind) in _DLPACK_CUDA else None
-
-
 def _handle_of(stream: Any, name: str = "stream") -> int | None:
     if stream is None or isinstance(stream, int):
         return stream
@@ -664,6 +690,7 @@ def _array(name: str, value: Any, kind: str, ndim: int | None = None) -> npt.NDA
     number of dimensions.
     """
     value = _tensor(name, _given(name, value))
+    cuda.refuse_on_device(name, value, "copy it there first")
     try:
         if hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             array = np.asarray(value)
@@ -696,4 +723,4 @@ class _Capsule:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0) if self._device is None else (_DLPACK_CUDA[0], self._device)
+        return (1, 0) if self._device is None else (cuda.DLPACK_CUDA, self._device)
