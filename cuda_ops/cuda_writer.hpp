@@ -289,6 +289,7 @@ private:
     args.flags = Writer::flags_of(a);
     args.message_flag = a.message_flag;
     args.counts = a.counts;
+    args.has_wire_values = a.has_wire_values;
     args.max_num_seqs = source_.sizes.max_num_seqs;
     args.num_tickets = source_.sizes.source_slots;
     args.state = reinterpret_cast<PackState *>(staging_ + staging_bytes_);

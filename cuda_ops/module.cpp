@@ -586,7 +586,7 @@ public:
   void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
             py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
             py::handle ranks, py::handle vectors, uint32_t message_flag, bool not_need_stop,
-            bool is_prompt, std::optional<uint64_t> stream, uint32_t counts) {
+            bool is_prompt, std::optional<uint64_t> stream, uint32_t counts, bool has_wire_values) {
     const Borrowed borrowed_tokens("tokens", tokens),
         borrowed_generations("generations", generations), borrowed_rows("rows", rows),
         borrowed_states("states", states), borrowed_positions("positions", positions),
@@ -627,9 +627,12 @@ public:
       if (tensor->device < 0)
         on_host |= column;
     }
+    a.has_wire_values = has_wire_values;
+    if (has_wire_values && a.tokens.ndim == 2 && a.tokens.shape[1] == 1)
+      a.tokens.ndim = 1; // as FastDeploy has them
     if (device < 0) {
-      if (a.counts != tp::Counts::accepted)
-        throw py::value_error("on the CPU the caller counts");
+      if (a.counts != tp::Counts::accepted || has_wire_values)
+        throw py::value_error("on the CPU the caller does this");
       writer_.save(a);
       if (cuda_)
         cuda_->note_host_save();
@@ -1507,7 +1510,8 @@ PYBIND11_MODULE(_native, m) {
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
            "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
            "vectors"_a = py::none(), "message_flag"_a = 3, "not_need_stop"_a = true,
-           "is_prompt"_a = false, "stream"_a = py::none(), "counts"_a = 0)
+           "is_prompt"_a = false, "stream"_a = py::none(), "counts"_a = 0,
+           "has_wire_values"_a = false)
       .def("open_cuda", &PyWriter::open_cuda, "driver"_a, "device"_a, "image"_a,
            "publish_by_stream"_a, py::keep_alive<1, 2>())
       .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a, "stream"_a)

@@ -31,6 +31,8 @@ struct SaveArguments {
   uint32_t message_flag = 3;
   bool not_need_stop = true;
   Counts counts = Counts::accepted;
+  bool has_wire_values =
+      false; // of tokens on a GPU: below 0 they are FastDeploy's, and say a state
 };
 
 // Design: the writer alone stores `published` and the steps; it reads `released` and the control

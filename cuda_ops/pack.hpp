@@ -101,7 +101,8 @@ struct PackArguments {
   uint32_t depth, width;
   uint32_t flags; // TP_STEP_*
   uint32_t message_flag;
-  Counts counts; // what accept_num holds
+  Counts counts;            // what accept_num holds
+  uint32_t has_wire_values; // a token below 0 says a state, and candidate 0 is the token
   uint32_t max_num_seqs;
   uint32_t num_tickets; // a power of two
   uint32_t is_captured;
@@ -263,7 +264,7 @@ public:
       const bool has = has_candidates(place);
       if (!is_pooling) {
         int32_t id = -1;
-        if (!has && j == 0)
+        if (j == 0 && (!has || a_.has_wire_values))
           (void)load(a_.tokens, token_offset(place), id); // reported as a token
         else if (has && !load(a_.topk_ids, offset(a_.topk_ids, place, j), id))
           report(PackError::ids_outside, index(place, j));
@@ -415,11 +416,18 @@ private:
     }
   }
   [[nodiscard]] TP_BOTH bool load_state(uint64_t i, int32_t &state) const noexcept {
-    if (has(PACK_HAS_STATES)) {
+    if (has(PACK_HAS_STATES))
       state = ticket_column<uint8_t>(s_.columns.states)[i];
-      return true;
-    }
-    return a_.states.data == nullptr || load(a_.states, along(a_.states, i), state);
+    else if (a_.states.data != nullptr && !load(a_.states, along(a_.states, i), state))
+      return false;
+    constexpr int32_t preempted = -9, recovery = -3;
+    int32_t token = 0;
+    if (a_.has_wire_values && state == TP_ROW_TOKEN &&
+        load(a_.tokens, along(a_.tokens, i), token) && token < 0)
+      state = token == preempted  ? TP_ROW_ACKNOWLEDGED
+              : token == recovery ? TP_ROW_RECOVERY
+                                  : TP_ROW_NONE;
+    return true;
   }
 
   [[nodiscard]] TP_BOTH bool load_accepted(uint64_t i, int32_t &accepted) const noexcept {

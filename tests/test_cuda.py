@@ -145,6 +145,37 @@ def test_first_tokens_are_packed_on_the_device_as_the_cpu_s_op_composes_them(
     assert saved[1] - saved[0] == found["num_tokens"]
 
 
+@pytest.mark.parametrize("width", [0, 3])
+@in_one_segment
+@given(seed=st.integers(0, 2**32), order=st.integers(0, 200))
+def test_fastdeploy_s_values_are_packed_on_the_device_as_its_ops_on_the_cpu_save_them(
+    width: int, stage: Stage, fake: FakeCuda, stream: int, seed: int, order: int
+) -> None:
+    random = np.random.default_rng(seed)
+    n = int(random.integers(ROWS, endpoint=True))
+    x = random.choice([7, INT32, -1, -2, -3, -9], (n, 1))
+    candidates = (
+        random.integers(0, INT32, (n, width)),
+        random.standard_normal((n, width), np.float32),
+        random.integers(0, INT32, n),
+    )
+    marks = random.integers(0, 2, (ROWS, 1)).astype(np.int32) if random.integers(2) else None
+    ops = ShmOps(stage.engine)
+    step = ops.begin_step(random.integers(0, 3, n), random.permutation(ROWS)[:n])
+    op, more = (ops.save_output_topk, candidates) if width else (ops.save_output, ())
+    fake.set_order(order)
+    found = []
+    for where in (lambda array: array, OnCuda):
+        stage.take_all()
+        op(where(x), *(where(a) for a in more), True, marks, step=step, stream=stream)
+        stage.engine.flush()
+        found.append(stage.step())
+    from_cpu, from_device = found
+    for name in set(from_device) - {"source_sequence", "saved_tokens", "saved_ns"}:
+        of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(from_device[name])
+        assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+
+
 def test_first_tokens_that_cannot_be_are_told_by_their_element(
     stage: Stage, fake: FakeCuda, stream: int
 ) -> None:
@@ -725,7 +756,6 @@ def test_ops_that_take_tensors_on_the_cpu_alone_say_so(
             "ranks",
             lambda: stage.engine.save_prompt_logprobs(0, 1, ones, ids, scores, on_device),
         ),
-        ("x", lambda: ops.save_output(on_device, has_work, step=step)),
         ("preempted_idx", lambda: ops.save_output(ones, has_work, on_device, step=step)),
         ("not_need_stop", lambda: ops.save_output(ones, OnCuda(has_work), step=step)),
         (

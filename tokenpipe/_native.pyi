@@ -227,6 +227,7 @@ class Writer:
         is_prompt: bool = False,
         stream: int | None = None,
         counts: int = 0,
+        has_wire_values: bool = False,
     ) -> None: ...
     def open_cuda(
         self, driver: CudaDriver, device: int, image: bytes, publish_by_stream: bool

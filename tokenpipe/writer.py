@@ -363,6 +363,28 @@ class EngineWriter:
             **{name: _tensor(name, _given(name, value)) for name, value in candidates.items()},
         )
 
+    def save_wire_values(
+        self,
+        tokens: Any,
+        states: Any,
+        *,
+        step: Step,
+        not_need_stop: bool = True,
+        stream: Any = None,
+        **candidates: Any,
+    ) -> None:
+        """Saves what FastDeploy's save_output or save_output_topk are given on a GPU (ops/shm.py).
+
+        `tokens` [n] or [n, 1]: below 0 they are no error, but say what their row is where `states`
+        says token (-9 acknowledged, -3 recovery, else none). `candidates` as save_output_topk has
+        them; candidate 0 becomes the token.
+        """
+        self._save(
+            *(step, None, None, tokens, states, None, not_need_stop, stream),
+            has_wire_values=True,
+            **{name: _tensor(name, _given(name, value)) for name, value in candidates.items()},
+        )
+
     def save_pooling(
         self,
         vectors: Any,
