@@ -492,7 +492,8 @@ def published_us(
 
 Times = dict[tuple[str, int, str], tuple[float, float, float]]
 """By mode, batch and way: added to the stream, from the kernel's end to published, of the call."""
-BY_HOST, BY_STREAM, AS_THE_SEED = "host function", "stream write", ".cpu() and System V"
+BY_HOST, BY_STREAM = "host function", "stream write (its reader polls)"
+AS_THE_SEED = ".cpu() and System V"
 
 
 def measure(gpu: Gpu, rounds: int) -> Times:
@@ -552,7 +553,7 @@ def wait_until_read(engine: tp.EngineWriter, segment: Segment) -> None:
 def judge(found: Times) -> Iterator[str]:
     """What was hoped for on an H200, and what came of it."""
     ours = [v for (_, _, way), v in found.items() if way != AS_THE_SEED]
-    of_typical = [found["top-20", 256, way][0] for way in (BY_HOST, BY_STREAM)]
+    typical = [found["top-20", 256, way] for way in (BY_HOST, BY_STREAM)]
     least = min(
         found[mode, n, AS_THE_SEED][0] / max(found[mode, n, BY_HOST][0], 0.1)
         for mode in OP_OF
@@ -560,8 +561,8 @@ def judge(found: Times) -> Iterator[str]:
     )
     for what, worst, target in (
         ("the call, at most", max(v[2] for v in ours), 10.0),
-        ("added to the stream at batch 256, top-20, at most", max(of_typical), 15.0),
-        ("kernel end to published, at most", max(v[1] for v in ours), 30.0),
+        ("added to the stream at batch 256, top-20, at most", max(v[0] for v in typical), 15.0),
+        ("kernel end to published there, at most", max(v[1] for v in typical), 30.0),
     ):
         verdict = "met" if worst < target else "MISSED"
         yield f"{what}: {worst:.1f} us, {verdict} (target {target} us)"
