@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -810,6 +811,33 @@ def test_a_stream_may_be_an_object_of_a_framework(
     assert stage.published == 6
     with pytest.raises(tp.OpArgumentError, match="stream is a str"):
         stage.engine.save_output(OnCuda(np.ones(1, int)), generations=np.ones(1, int), stream="0")
+
+
+def test_a_tensor_of_paddle_s_is_taken_without_its_wait(
+    stage: Stage, fake: FakeCuda, stream: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tensor(OnCuda):
+        place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 0)
+        value = None
+
+        def __dlpack__(self, *, stream: int | None = None) -> Any:
+            raise AssertionError("before Paddle 3.3 this waits for the current stream")
+
+    Tensor.__module__ = "paddle"
+    dlpack = SimpleNamespace(to_dlpack=lambda tensor: OnCuda.__dlpack__(tensor, stream=-1))
+    for name in ("paddle", "paddle.utils"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "paddle.utils.dlpack", dlpack)
+    ones, ops = np.ones(2, int), ShmOps(stage.engine)
+    stage.engine.save_output(Tensor(np.array([3, 4])), generations=ones, stream=stream)
+    step = stage.engine.begin_step(ones)
+    ops.save_output(Tensor(np.array([[5], [-9]])), True, step=step, stream=stream)
+    stage.engine.mtp_save_first_token(
+        Tensor(np.array([[6, 7], [8, 9]])), Tensor(np.array([1, 0])), step=step, stream=stream
+    )
+    stage.engine.flush()
+    found = [stage.step(number)["tokens"].tolist() for number in range(3)]
+    assert found == [[3, 4], [5, -9], [6, 7]]
 
 
 # --- a driver that fails

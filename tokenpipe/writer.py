@@ -665,19 +665,19 @@ def _given(name: str, value: Any) -> Any:
 
 
 def _tensor(name: str, value: Any) -> Any:
-    """A list as an array; older Paddle has no __dlpack__, only a function that makes the
-    capsule."""
+    """A list as an array. Of Paddle's tensors on a GPU the capsule itself: before 3.3 their
+    __dlpack__ waits for the model's stream, whatever stream= says, and older ones have none."""
     if value is None or type(value) is np.ndarray:
         return value
     if isinstance(value, (list, tuple)):
         return _of_list(name, value)
-    if hasattr(value, "__dlpack__") or not hasattr(value, "value"):
+    if not type(value).__module__.startswith("paddle") or not hasattr(value, "value"):
         return value
-    if not type(value).__module__.startswith("paddle"):
+    on_gpu = value.place.is_gpu_place()
+    if hasattr(value, "__dlpack__") and not on_gpu:
         return value
     from paddle.utils.dlpack import to_dlpack  # type: ignore[import-not-found, unused-ignore]
 
-    on_gpu = value.place.is_gpu_place()
     return _Capsule(to_dlpack(value), value.place.gpu_device_id() if on_gpu else None)
 
 
