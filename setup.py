@@ -81,6 +81,8 @@ def architectures(nvcc: str) -> list[str]:
     """Returns those to compile for, the oldest first."""
     given = os.environ.get("TOKENPIPE_CUDA_ARCHITECTURES", "").split()
     if given:
+        if not all(a.isdecimal() for a in given):
+            raise SystemExit(f"TOKENPIPE_CUDA_ARCHITECTURES is {given}: numbers, as in '80 90'")
         return sorted(given, key=int)
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     return [a for a in COMMON_ARCHITECTURES if f"compute_{a}" in known.stdout.split()]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,11 @@ from tokenpipe.segment import Segment  # noqa: E402
 Array = np.ndarray[Any, Any]
 MODEL_US = 200.0
 """What the model's stream does between two saves, so that the host is ahead of it."""
+BURST = 16
+"""Steps in a row: a quarter of the source ring, so that no save waits for its reader."""
+WARM_UP_CYCLES = 100_000_000
+"""Some 50 ms at full clock; an idle GPU's is a sixth of it."""
+WATCHDOG_S = 10.0
 WIDTH, DEPTH = 21, 6
 BATCHES = (32, 256, 512)
 POISON = 0xA5
@@ -66,6 +73,16 @@ class Gpu(Protocol):
         """Captures a graph; the answer replays it."""
 
 
+def cycles_of_work(gpu: Any) -> int:
+    """How many cycles take MODEL_US. A GPU that was idle takes its time to clock up."""
+    gpu.cycles = WARM_UP_CYCLES
+    for _ in range(4):
+        gpu.work()
+    first = gpu.mark()
+    gpu.work()
+    return int(WARM_UP_CYCLES * MODEL_US / gpu.us_between(first, gpu.mark()))
+
+
 class Torch:
     """PyTorch."""
 
@@ -76,13 +93,10 @@ class Torch:
     def __init__(self) -> None:
         import torch
 
+        if not torch.cuda.is_available():
+            raise ImportError("this PyTorch has no GPU")
         self._torch, self.stream = torch, torch.cuda.Stream()
-        self._cycles = 1
-        torch.cuda._sleep(1000)
-        first = self.mark()
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(1_000_000)
-        self._cycles = int(1_000_000 * MODEL_US / self.us_between(first, self.mark()))
+        self.cycles = cycles_of_work(self)
 
     def put(self, array: Array) -> Any:
         array = array.view(np.int16) if array.dtype == np.uint16 else array
@@ -95,7 +109,7 @@ class Torch:
 
     def work(self) -> None:
         with self._torch.cuda.stream(self.stream):
-            self._torch.cuda._sleep(self._cycles)
+            self._torch.cuda._sleep(self.cycles)
 
     def mark(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -141,11 +155,7 @@ class Cupy:
             while (clock64() - begun < cycles) {}
         }"""
         self._kernel = cupy.RawKernel(source, "work")
-        self._cycles = 1_000_000
-        self.work()
-        first = self.mark()
-        self.work()
-        self._cycles = int(1_000_000 * MODEL_US / self.us_between(first, self.mark()))
+        self.cycles = cycles_of_work(self)
 
     def put(self, array: Array) -> Any:
         with self.stream:
@@ -156,7 +166,7 @@ class Cupy:
 
     def work(self) -> None:
         with self.stream:
-            self._kernel((1,), (1,), (np.int64(self._cycles),))
+            self._kernel((1,), (1,), (np.int64(self.cycles),))
 
     def mark(self) -> Any:
         event = self._cupy.cuda.Event()
@@ -360,8 +370,18 @@ def check_pipeline(gpu: Gpu, source: str, num_tokens: int) -> int:
 # ---------------------------------------------------------------- times
 
 
+RECEIVER = """
+import ctypes, sys
+libc, room = ctypes.CDLL(None), ctypes.c_size_t(int(sys.argv[2]))
+message = ctypes.create_string_buffer(8 + room.value)
+while libc.msgrcv(int(sys.argv[1]), message, room, ctypes.c_long(0), 0) >= 0:
+    pass
+"""
+
+
 class Queue:
-    """A System V queue, as the seed sends through it: a message at a time, of the kernel's size."""
+    """A System V queue, as the seed sends through it: a message at a time, of the kernel's size.
+    Another process takes them out, until the queue is removed."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -369,19 +389,22 @@ class Queue:
         self._most = int(Path("/proc/sys/kernel/msgmax").read_text())
         self._buffer = ctypes.create_string_buffer(8 + self._most)
         self._buffer[0] = 1
+        command = [sys.executable, "-c", RECEIVER, str(self._id), str(self._most)]
+        self._receiver = subprocess.Popen(command)
 
     def send(self, payload: bytes) -> None:
-        """Sends it in as many messages as the limit makes of it, and takes each out again."""
+        """Sends it in as many messages as the limit makes of it; waits while the queue is full."""
         for at in range(0, len(payload), self._most):
             part = payload[at : at + self._most]
             ctypes.memmove(ctypes.addressof(self._buffer) + 8, part, len(part))
-            self._libc.msgsnd(self._id, self._buffer, ctypes.c_size_t(len(part)), 0)
-            size = ctypes.c_size_t(self._most)
-            self._libc.msgrcv(self._id, self._buffer, size, ctypes.c_long(0), 0)
+            if self._libc.msgsnd(self._id, self._buffer, ctypes.c_size_t(len(part)), 0) != 0:
+                code = ctypes.get_errno()
+                raise OSError(code, f"msgsnd: {os.strerror(code)}")
 
     def close(self) -> None:
         """Removes it."""
         self._libc.msgctl(self._id, 0, None)
+        self._receiver.wait(WATCHDOG_S)
 
 
 @contextmanager
@@ -416,20 +439,31 @@ OP_OF = {
 }
 
 
-def stream_us(gpu: Gpu, act: Callable[[], None] | None, rounds: int) -> float:
-    """Time of the stream for a round of the model's work, and of `act` behind it."""
-    first = gpu.mark()
-    for _ in range(rounds):
-        gpu.work()
-        if act is not None:
+def nothing() -> None:
+    """Where there is nothing to do."""
+
+
+def stream_us(gpu: Gpu, act: Callable[[], None], settle: Callable[[], None], rounds: int) -> float:
+    """Median over bursts of the stream's time for a round of the model's work, and of `act` behind
+    it."""
+    times = []
+    for begun in range(0, rounds, BURST):
+        settle()
+        steps_in_a_row = min(BURST, rounds - begun)
+        first = gpu.mark()
+        for _ in range(steps_in_a_row):
+            gpu.work()
             act()
-    return gpu.us_between(first, gpu.mark()) / rounds
+        times.append(gpu.us_between(first, gpu.mark()) / steps_in_a_row)
+    return statistics.median(times)
 
 
-def host_us(gpu: Gpu, act: Callable[[], None], rounds: int) -> float:
+def host_us(gpu: Gpu, act: Callable[[], None], settle: Callable[[], None], rounds: int) -> float:
     """Median time of the call, while the GPU works."""
     times = []
-    for _ in range(rounds):
+    for i in range(rounds):
+        if i % BURST == 0:
+            settle()
         gpu.work()
         begun = time.perf_counter_ns()
         act()
@@ -437,35 +471,43 @@ def host_us(gpu: Gpu, act: Callable[[], None], rounds: int) -> float:
     return statistics.median(times)
 
 
-def published_us(gpu: Gpu, engine: tp.EngineWriter, save: Callable[[], None], rounds: int) -> float:
+def published_us(
+    gpu: Gpu, engine: tp.EngineWriter, segment: Segment, save: Callable[[], None], rounds: int
+) -> float:
     """Median time from the end of the pack kernel until the step is published, as the host sees
     both by asking again and again."""
-    with Segment.attach_source(engine.name) as segment:
-        times = []
-        for _ in range(rounds):
-            gpu.work()
-            save()
-            mark, wanted = gpu.mark(), engine.num_steps
-            while not gpu.is_reached(mark):
-                pass
-            ended = time.perf_counter_ns()
-            while _native.published(segment.source) < wanted:
-                pass
-            times.append((time.perf_counter_ns() - ended) / 1000)
+    times = []
+    for _ in range(rounds):
+        gpu.work()
+        save()
+        mark, wanted = gpu.mark(), engine.num_steps
+        while not gpu.is_reached(mark):
+            pass
+        ended = time.perf_counter_ns()
+        while _native.published(segment.source) < wanted:
+            pass
+        times.append((time.perf_counter_ns() - ended) / 1000)
     return statistics.median(times)
 
 
-def times_of(gpu: Gpu, rounds: int) -> list[list[object]]:
-    """The table's rows: mode, and how it is published; batch; the three times in us."""
+Times = dict[tuple[str, int, str], tuple[float, float, float]]
+"""By mode, batch and way: added to the stream, from the kernel's end to published, of the call."""
+BY_HOST, BY_STREAM = "host function", "stream write (its reader polls)"
+AS_THE_SEED = ".cpu() and System V"
+
+
+def measure(gpu: Gpu, rounds: int) -> Times:
+    """All times, in us."""
     cases = [(mode, n) for mode in OP_OF for n in BATCHES]
-    rows: dict[tuple[str, int, str], list[object]] = {}
-    for way, by_stream in (("host function", False), ("stream write", True)):
+    found: Times = {}
+    for way in (BY_HOST, BY_STREAM):
         # The GPU's own publish wakes nobody: its reader polls.
-        spin_us = 1e6 if by_stream else 1.0
-        config = config_of(max_num_seqs=max(BATCHES), source_slots=64, spin_us=spin_us)
+        spin_us = 1e6 if way == BY_STREAM else 1.0
+        config = config_of(max_num_seqs=max(BATCHES), source_slots=4 * BURST, spin_us=spin_us)
         with (
             tp.Pipeline(config) as pipe,
-            tp.EngineWriter.attach(pipe.name, publish_by_stream=by_stream) as engine,
+            tp.EngineWriter.attach(pipe.name, publish_by_stream=way == BY_STREAM) as engine,
+            Segment.attach_source(pipe.name) as segment,
         ):
             for mode, n in cases:
                 given, op = tensors_of(gpu, mode, n), getattr(engine, OP_OF[mode])
@@ -474,11 +516,16 @@ def times_of(gpu: Gpu, rounds: int) -> list[list[object]]:
                 def save(op: Any = op, step: Any = step, given: Any = given) -> None:
                     op(**given, step=step, stream=gpu.stream)
 
+                def settle(engine: tp.EngineWriter = engine, segment: Segment = segment) -> None:
+                    wait_until_read(engine, segment)
+
                 save()
-                engine.flush()
-                added = stream_us(gpu, save, rounds) - stream_us(gpu, None, rounds)
-                published = published_us(gpu, engine, save, rounds)
-                rows[mode, n, way] = [max(0.0, added), published, host_us(gpu, save, rounds)]
+                added = stream_us(gpu, save, settle, rounds)
+                added -= stream_us(gpu, nothing, settle, rounds)
+                published = published_us(gpu, engine, segment, save, rounds)
+                called = host_us(gpu, save, settle, rounds)
+                found[mode, n, way] = max(0.0, added), published, called
+                settle()
     with queue() as sent:
         for mode, n in cases:
             given = tensors_of(gpu, mode, n)
@@ -486,11 +533,60 @@ def times_of(gpu: Gpu, rounds: int) -> list[list[object]]:
             def as_the_seed(given: Any = given) -> None:
                 sent.send(b"".join(gpu.fetch(tensor).tobytes() for tensor in given.values()))
 
-            added = stream_us(gpu, as_the_seed, rounds) - stream_us(gpu, None, rounds)
-            called = host_us(gpu, as_the_seed, rounds)
-            rows[mode, n, ".cpu() and System V"] = [max(0.0, added), "-", called]
-    ways = ("host function", "stream write", ".cpu() and System V")
-    return [[f"{m}, {way}", n, *rows[m, n, way]] for m, n in cases for way in ways]
+            as_the_seed()
+            added = stream_us(gpu, as_the_seed, nothing, rounds)
+            added -= stream_us(gpu, nothing, nothing, rounds)
+            called = host_us(gpu, as_the_seed, nothing, rounds)
+            found[mode, n, AS_THE_SEED] = max(0.0, added), float("nan"), called
+    return found
+
+
+def wait_until_read(engine: tp.EngineWriter, segment: Segment) -> None:
+    """Returns when the pipeline's reader has taken every step."""
+    engine.flush()
+    deadline = time.monotonic() + WATCHDOG_S
+    while _native.source_released(segment.source) < engine.num_steps:
+        assert time.monotonic() < deadline, "the reader does not take the steps"
+        time.sleep(1e-4)
+
+
+def judge(found: Times) -> Iterator[str]:
+    """What was hoped for on an H200, and what came of it."""
+    ours = [v for (_, _, way), v in found.items() if way != AS_THE_SEED]
+    typical = [found["top-20", 256, way] for way in (BY_HOST, BY_STREAM)]
+    least = min(
+        found[mode, n, AS_THE_SEED][0] / max(found[mode, n, BY_HOST][0], 0.1)
+        for mode in OP_OF
+        for n in BATCHES
+    )
+    for what, worst, target in (
+        ("the call, at most", max(v[2] for v in ours), 10.0),
+        ("added to the stream at batch 256, top-20, at most", max(v[0] for v in typical), 15.0),
+        ("kernel end to published there, at most", max(v[1] for v in typical), 30.0),
+    ):
+        verdict = "met" if worst < target else "MISSED"
+        yield f"{what}: {worst:.1f} us, {verdict} (target {target} us)"
+    verdict = "met" if least >= 5 else "MISSED"
+    yield f"stream time of the seed's way over ours, at least: {least:.1f}, {verdict} (target 5)"
+
+
+def show_times(found: Times, is_fake: bool) -> None:
+    """The table, and on a GPU what it says of the targets."""
+    title = "microseconds a step, on a GPU"
+    if is_fake:
+        title = "DRY RUN with a fake driver: these are no times of a GPU"
+    head = ("mode, and how it is published", "batch", "stream", "kernel end to published", "call")
+    ways = (BY_HOST, BY_STREAM, AS_THE_SEED)
+    rows: list[list[object]] = []
+    for mode in OP_OF:
+        for n in BATCHES:
+            for way in ways:
+                cells = ["-" if value != value else value for value in found[mode, n, way]]
+                rows.append([f"{mode}, {way}", n, *cells])
+    table.show(title, head, rows)
+    for line in judge(found):
+        if not is_fake:
+            print(line, file=sys.stderr)
 
 
 def main() -> None:
@@ -512,17 +608,7 @@ def main() -> None:
         for source in ("shm", "cuda-ipc"):
             print(f"pipeline: {check_pipeline(gpu, source, 50)} tokens right, source {source}")
     if "times" in args.parts:
-        title = "microseconds a step, on a GPU"
-        if args.fake is not None:
-            title = "DRY RUN with a fake driver: these are no times of a GPU"
-        head = (
-            "mode, and how it is published",
-            "batch",
-            "stream",
-            "kernel end to published",
-            "call",
-        )
-        table.show(title, head, times_of(gpu, args.rounds))
+        show_times(measure(gpu, args.rounds), args.fake is not None)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ public:
     tickets_ = device_.allocate_host(columns_.end * sizes.source_slots);
     device_tickets_ = device_.address_of(tickets_);
     staging_bytes_ = source.slot_size * sizes.source_slots;
-    staging_ = device_.allocate(staging_bytes_ + sizeof(PackState));
+    // A handle of the driver's opens whole pages of the device: nobody else's data may be there.
+    const uint64_t page = is_exported_ ? uint64_t{2} << 20 : 1;
+    staging_ = device_.allocate((staging_bytes_ + sizeof(PackState) + page - 1) / page * page);
     copies_ = device_.make_stream();
     for (uint32_t i = 0; i < sizes.source_slots; ++i)
       packed_.push_back(device_.make_event(is_exported_ ? CUDA_EVENT_INTERPROCESS : 0));
@@ -244,13 +246,16 @@ private:
     tp::publish(source_.exported().epoch, uint64_t{epoch});
   }
 
+  // In our own stream, which has nothing to do then: a plain copy would wait for the model's.
   void put_state() {
     PackState state{};
     state.next_ticket = writer_.published();
     state.saved_tokens = writer_.saved_tokens();
     state.error = PACK_NO_ERROR;
-    driver_.check("cuMemcpyHtoD",
-                  driver_.cuMemcpyHtoD_v2(staging_ + staging_bytes_, &state, sizeof(state)));
+    driver_.check(
+        "cuMemcpyHtoDAsync",
+        driver_.cuMemcpyHtoDAsync_v2(staging_ + staging_bytes_, &state, sizeof(state), copies_));
+    driver_.check("cuStreamSynchronize", driver_.cuStreamSynchronize(copies_));
   }
 
   [[nodiscard]] bool is_capturing(CudaStream stream) const {
@@ -283,6 +288,8 @@ private:
     args.width = static_cast<uint32_t>(shape.width);
     args.flags = Writer::flags_of(a);
     args.message_flag = a.message_flag;
+    args.counts = a.counts;
+    args.has_wire_values = a.has_wire_values;
     args.max_num_seqs = source_.sizes.max_num_seqs;
     args.num_tickets = source_.sizes.source_slots;
     args.state = reinterpret_cast<PackState *>(staging_ + staging_bytes_);

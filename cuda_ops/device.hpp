@@ -11,7 +11,10 @@
 namespace tp {
 
 // Design: the device's primary context is the one that PyTorch and Paddle use, too. It is current
-// only while a Current lives, so that the caller's own context is never changed.
+// only while a Current lives, so that the caller's own context is never changed. Meanwhile this
+// thread's calls may be any, although somebody captures a graph: with the mode that PyTorch
+// captures in, an allocation or a query of ours, of whatever thread, would be refused and end the
+// capture.
 class Device {
 public:
   Device(const Driver &driver, int ordinal) : driver_(driver) {
@@ -27,9 +30,11 @@ public:
   public:
     Current(const Driver &driver, void *context) : driver_(driver) {
       driver.check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(context));
+      driver.cuThreadExchangeStreamCaptureMode(&capture_mode_);
     }
     ~Current() {
       void *ignored;
+      driver_.cuThreadExchangeStreamCaptureMode(&capture_mode_);
       driver_.cuCtxPopCurrent_v2(&ignored);
     }
     Current(const Current &) = delete;
@@ -37,6 +42,7 @@ public:
 
   private:
     const Driver &driver_;
+    int capture_mode_ = CUDA_CAPTURE_RELAXED; // then the caller's
   };
   [[nodiscard]] Current current() const { return {driver_, context_}; }
 
@@ -111,11 +117,13 @@ public:
   [[nodiscard]] int release() noexcept {
     if (context_ == nullptr)
       return CUDA_OK;
-    int first = driver_.cuCtxPushCurrent_v2(context_);
+    int first = driver_.cuCtxPushCurrent_v2(context_), capture_mode = CUDA_CAPTURE_RELAXED;
+    driver_.cuThreadExchangeStreamCaptureMode(&capture_mode);
     for (auto undo = undo_.rbegin(); undo != undo_.rend(); ++undo)
       keep_first(first, (*undo)());
     undo_.clear();
     void *ignored;
+    driver_.cuThreadExchangeStreamCaptureMode(&capture_mode);
     keep_first(first, driver_.cuCtxPopCurrent_v2(&ignored));
     keep_first(first, driver_.cuDevicePrimaryCtxRelease_v2(device_));
     context_ = nullptr;

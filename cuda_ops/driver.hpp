@@ -26,6 +26,7 @@ inline constexpr int CUDA_OK = 0, CUDA_NOT_READY = 600;
 inline constexpr unsigned CUDA_STREAM_NON_BLOCKING = 1, CUDA_EVENT_DISABLE_TIMING = 2,
                           CUDA_EVENT_INTERPROCESS = 4, CUDA_HOST_PORTABLE = 1, CUDA_HOST_MAPPED = 2,
                           CUDA_IPC_LAZY_PEER_ACCESS = 1;
+inline constexpr int CUDA_CAPTURE_RELAXED = 2;
 
 // name as the library exports it, and the parameters.
 #define TP_CUDA_CALLS(CALL)                                                                        \
@@ -53,7 +54,7 @@ inline constexpr unsigned CUDA_STREAM_NON_BLOCKING = 1, CUDA_EVENT_DISABLE_TIMIN
   CALL(cuMemHostRegister_v2, (void *, size_t, unsigned))                                           \
   CALL(cuMemHostUnregister, (void *))                                                              \
   CALL(cuMemHostGetDevicePointer_v2, (CudaPointer *, void *, unsigned))                            \
-  CALL(cuMemcpyHtoD_v2, (CudaPointer, const void *, size_t))                                       \
+  CALL(cuMemcpyHtoDAsync_v2, (CudaPointer, const void *, size_t, CudaStream))                      \
   CALL(cuMemcpyDtoHAsync_v2, (void *, CudaPointer, size_t, CudaStream))                            \
   CALL(cuStreamCreate, (CudaStream *, unsigned))                                                   \
   CALL(cuStreamDestroy_v2, (CudaStream))                                                           \
@@ -61,6 +62,7 @@ inline constexpr unsigned CUDA_STREAM_NON_BLOCKING = 1, CUDA_EVENT_DISABLE_TIMIN
   CALL(cuStreamSynchronize, (CudaStream))                                                          \
   CALL(cuStreamWaitEvent, (CudaStream, CudaEvent, unsigned))                                       \
   CALL(cuStreamIsCapturing, (CudaStream, int *))                                                   \
+  CALL(cuThreadExchangeStreamCaptureMode, (int *))                                                 \
   CALL(cuStreamWriteValue64_v2, (CudaStream, CudaPointer, uint64_t, unsigned))                     \
   CALL(cuLaunchHostFunc, (CudaStream, CudaHostFunction, void *))                                   \
   CALL(cuEventCreate, (CudaEvent *, unsigned))                                                     \

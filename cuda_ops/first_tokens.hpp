@@ -17,6 +17,7 @@ public:
     for (int32_t &count : counts_)
       count = count == 1 ? 2 : 0;
     arguments_.tokens.shape[1] = std::min<int64_t>(a.tokens.shape[1], 2);
+    arguments_.counts = Counts::accepted;
   }
 
   // `a.tokens` [n, D], of which `token_num` [n] stand in front of the last draft; 0: the row has no
@@ -29,6 +30,7 @@ public:
     for (int32_t &count : counts_)
       count += count > 0 && count < INT32_MAX; // save() refuses what is beyond D
     arguments_.topk_ids = arguments_.logprobs = arguments_.ranks = {};
+    arguments_.counts = Counts::accepted;
     (void)Writer::check(arguments_, sizes); // what follows from n and D fits
     Writer::expect("topk_ids", a.topk_ids, false, 2, {n, width, 0}, "int32 or int64");
     Writer::expect("logprobs", a.logprobs, true, 2, {n, width, 0}, "float32 or float16");

@@ -553,16 +553,18 @@ public:
 
   void save(py::handle tokens, py::handle generations, py::handle rows, py::handle states,
             py::handle positions, py::handle accept_num, py::handle topk_ids, py::handle logprobs,
-            py::handle ranks, py::handle vectors, py::handle step_idx, py::handle token_num,
-            uint32_t message_flag, bool not_need_stop, bool is_prompt,
-            std::optional<uint64_t> stream) {
+            py::handle ranks, py::handle vectors, uint32_t message_flag, bool not_need_stop,
+            bool is_prompt, std::optional<uint64_t> stream, uint32_t counts, bool has_wire_values) {
+    const auto kind = static_cast<tp::Counts>(counts);
+    const char *const counted = kind == tp::Counts::first_step       ? "step_idx"
+                                : kind == tp::Counts::behind_a_first ? "token_num"
+                                                                     : "accept_num";
     const Borrowed borrowed_tokens("tokens", tokens),
         borrowed_generations("generations", generations), borrowed_rows("rows", rows),
         borrowed_states("states", states), borrowed_positions("positions", positions),
-        borrowed_accept("accept_num", accept_num), borrowed_ids("topk_ids", topk_ids),
+        borrowed_accept(counted, accept_num), borrowed_ids("topk_ids", topk_ids),
         borrowed_logprobs("logprobs", logprobs), borrowed_ranks("ranks", ranks),
-        borrowed_vectors("vectors", vectors), borrowed_step("step_idx", step_idx),
-        borrowed_num("token_num", token_num);
+        borrowed_vectors("vectors", vectors);
     tp::SaveArguments a;
     a.tokens = borrowed_tokens.view;
     a.generations = borrowed_generations.view;
@@ -577,13 +579,15 @@ public:
     a.is_prompt = is_prompt;
     a.message_flag = message_flag;
     a.not_need_stop = not_need_stop;
+    a.counts = kind;
+    if (a.counts == tp::Counts::first_step && a.tokens.ndim == 2)
+      a.tokens.shape[1] = std::min(a.tokens.shape[1], int64_t{2});
     const int device =
         borrowed_vectors.view.is_there() ? borrowed_vectors.device : borrowed_tokens.device;
     for (const auto &[name, tensor] :
-         {std::pair{"tokens", &borrowed_tokens}, std::pair{"accept_num", &borrowed_accept},
+         {std::pair{"tokens", &borrowed_tokens}, std::pair{counted, &borrowed_accept},
           std::pair{"topk_ids", &borrowed_ids}, std::pair{"logprobs", &borrowed_logprobs},
-          std::pair{"ranks", &borrowed_ranks}, std::pair{"vectors", &borrowed_vectors},
-          std::pair{"step_idx", &borrowed_step}, std::pair{"token_num", &borrowed_num}})
+          std::pair{"ranks", &borrowed_ranks}, std::pair{"vectors", &borrowed_vectors}})
       check_device(name, *tensor, device, false);
     uint32_t on_host = 0;
     for (const auto &[name, tensor, column] :
@@ -595,22 +599,25 @@ public:
       if (tensor->device < 0)
         on_host |= column;
     }
-    const bool is_first = borrowed_step.view.is_there() || borrowed_num.view.is_there();
+    a.has_wire_values = has_wire_values;
+    if (has_wire_values && a.tokens.ndim == 2 && a.tokens.shape[1] == 1)
+      a.tokens.ndim = 1; // as FastDeploy has them
     if (device < 0) {
-      if (borrowed_step.view.is_there())
-        writer_.save(tp::FirstTokens(a, borrowed_step.view).arguments());
-      else if (borrowed_num.view.is_there())
-        writer_.save(tp::FirstTokens(a, borrowed_num.view, source_.sizes).arguments());
+      if (has_wire_values)
+        throw py::value_error("on the CPU the caller does this");
+      if (a.counts == tp::Counts::first_step)
+        writer_.save(tp::FirstTokens(a, a.accept_num).arguments());
+      else if (a.counts == tp::Counts::behind_a_first)
+        writer_.save(tp::FirstTokens(a, a.accept_num, source_.sizes).arguments());
       else
         writer_.save(a);
       if (cuda_)
         cuda_->note_host_save();
       return;
     }
-    if (is_prompt || is_first)
+    if (is_prompt)
       throw tp::OpArgumentError("tokens", "tokens lies on CUDA device " + std::to_string(device) +
-                                              (is_prompt ? ": prompt logprobs" : ": first tokens") +
-                                              " are saved from the CPU");
+                                              ": prompt logprobs are saved from the CPU");
     if (!stream)
       throw tp::OpArgumentError("stream", "tokens lies on CUDA device " + std::to_string(device) +
                                               ": give stream=, 0 for the default one");
@@ -1477,9 +1484,9 @@ PYBIND11_MODULE(_native, m) {
       .def("save", &PyWriter::save, "tokens"_a, "generations"_a, "rows"_a = py::none(),
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),
            "topk_ids"_a = py::none(), "logprobs"_a = py::none(), "ranks"_a = py::none(),
-           "vectors"_a = py::none(), "step_idx"_a = py::none(), "token_num"_a = py::none(),
-           "message_flag"_a = 3, "not_need_stop"_a = true, "is_prompt"_a = false,
-           "stream"_a = py::none())
+           "vectors"_a = py::none(), "message_flag"_a = 3, "not_need_stop"_a = true,
+           "is_prompt"_a = false, "stream"_a = py::none(), "counts"_a = 0,
+           "has_wire_values"_a = false)
       .def("open_cuda", &PyWriter::open_cuda, "driver"_a, "device"_a, "image"_a,
            "publish_by_stream"_a, py::keep_alive<1, 2>())
       .def("begin_replay", &PyWriter::begin_replay, "generations"_a, "rows"_a, "stream"_a)

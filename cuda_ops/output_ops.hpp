@@ -30,6 +30,9 @@ struct SaveArguments {
   bool is_prompt = false; // tokens are [m] prompt tokens, accept_num [n] says whose
   uint32_t message_flag = 3;
   bool not_need_stop = true;
+  Counts counts = Counts::accepted;
+  bool has_wire_values =
+      false; // of tokens on a GPU: below 0 they are FastDeploy's, and say a state
 };
 
 // Design: the writer alone stores `published` and the steps; it reads `released` and the control
@@ -198,18 +201,20 @@ public:
     check_rows(a, n);
     int64_t width = 0;
     if (a.topk_ids.is_there() || a.logprobs.is_there() || a.ranks.is_there()) {
-      if (a.topk_ids.ndim != 2 + extra)
+      // (of the first tokens alone, or of all)
+      const int deep = a.counts == Counts::behind_a_first ? 0 : extra;
+      if (a.topk_ids.ndim != 2 + deep)
         throw OpArgumentError("topk_ids", "topk_ids is " + shown(a.topk_ids) + ", must have " +
-                                              std::to_string(2 + extra) + " dimensions");
-      width = a.topk_ids.shape[1 + extra];
+                                              std::to_string(2 + deep) + " dimensions");
+      width = a.topk_ids.shape[1 + deep];
       if (width < 1 || width > int64_t{sizes.top_logprobs} + 1)
         throw OpArgumentError("topk_ids", "topk_ids has " + std::to_string(width) +
                                               " columns, must be 1 to top_logprobs + 1 = " +
                                               std::to_string(sizes.top_logprobs + 1));
-      const int64_t cube[3] = {n, speculative ? depth : width, width};
-      expect("topk_ids", a.topk_ids, false, 2 + extra, cube, ints);
-      expect("logprobs", a.logprobs, true, 2 + extra, cube, floats);
-      expect("ranks", a.ranks, false, 1 + extra, {n, depth, 0}, ints);
+      const int64_t cube[3] = {n, deep ? depth : width, width};
+      expect("topk_ids", a.topk_ids, false, 2 + deep, cube, ints);
+      expect("logprobs", a.logprobs, true, 2 + deep, cube, floats);
+      expect("ranks", a.ranks, false, 1 + deep, {n, depth, 0}, ints);
     }
     return {static_cast<uint64_t>(n), static_cast<uint64_t>(depth), static_cast<uint64_t>(width)};
   }

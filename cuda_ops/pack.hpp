@@ -101,6 +101,8 @@ struct PackArguments {
   uint32_t depth, width;
   uint32_t flags; // TP_STEP_*
   uint32_t message_flag;
+  Counts counts;            // what accept_num holds
+  uint32_t has_wire_values; // a token below 0 says a state, and candidate 0 is the token
   uint32_t max_num_seqs;
   uint32_t num_tickets; // a power of two
   uint32_t is_captured;
@@ -231,7 +233,7 @@ public:
       }
       if (a_.flags & TP_STEP_ACCEPT) {
         int32_t accepted = 0;
-        if (!load(a_.accept_num, along(a_.accept_num, i), accepted))
+        if (!load_accepted(i, accepted))
           report(PackError::accept_outside, i);
         if (accepted < 0 || static_cast<uint32_t>(accepted) > a_.depth)
           report(PackError::accept_range, i);
@@ -259,14 +261,17 @@ public:
       const uint32_t j = e % a_.width;
       const uint64_t to = first_element + e;
       const Place place = place_of(begin + e / a_.width);
+      const bool has = has_candidates(place);
       if (!is_pooling) {
-        int32_t id = 0;
-        if (!load(a_.topk_ids, offset(a_.topk_ids, place, j), id))
+        int32_t id = -1;
+        if (j == 0 && (!has || a_.has_wire_values))
+          (void)load(a_.tokens, token_offset(place), id); // reported as a token
+        else if (has && !load(a_.topk_ids, offset(a_.topk_ids, place, j), id))
           report(PackError::ids_outside, index(place, j));
         column<int32_t>(*s_.step, s_.at.topk_ids)[to] = id;
       }
       column<float>(*s_.step, s_.at.logprobs)[to] =
-          load_float(a_.logprobs, offset(a_.logprobs, place, j));
+          has ? load_float(a_.logprobs, offset(a_.logprobs, place, j)) : 0.0f;
     }
   }
 
@@ -411,19 +416,35 @@ private:
     }
   }
   [[nodiscard]] TP_BOTH bool load_state(uint64_t i, int32_t &state) const noexcept {
-    if (has(PACK_HAS_STATES)) {
+    if (has(PACK_HAS_STATES))
       state = ticket_column<uint8_t>(s_.columns.states)[i];
-      return true;
-    }
-    return a_.states.data == nullptr || load(a_.states, along(a_.states, i), state);
+    else if (a_.states.data != nullptr && !load(a_.states, along(a_.states, i), state))
+      return false;
+    constexpr int32_t preempted = -9, recovery = -3;
+    int32_t token = 0;
+    if (a_.has_wire_values && state == TP_ROW_TOKEN &&
+        load(a_.tokens, along(a_.tokens, i), token) && token < 0)
+      state = token == preempted  ? TP_ROW_ACKNOWLEDGED
+              : token == recovery ? TP_ROW_RECOVERY
+                                  : TP_ROW_NONE;
+    return true;
+  }
+
+  [[nodiscard]] TP_BOTH bool load_accepted(uint64_t i, int32_t &accepted) const noexcept {
+    if (!load(a_.accept_num, along(a_.accept_num, i), accepted))
+      return false;
+    if (a_.counts == Counts::first_step)
+      accepted = accepted == 1 ? 2 : 0;
+    else if (a_.counts == Counts::behind_a_first && accepted > 0)
+      accepted = accepted < INT32_MAX ? accepted + 1 : accepted;
+    return true;
   }
 
   // Accepted tokens of row i; a bad count or state counts as none, and is reported elsewhere.
   [[nodiscard]] TP_BOTH uint64_t tokens_of(uint64_t i) const noexcept {
     int32_t accepted = 0, state = TP_ROW_TOKEN;
-    if (!load_state(i, state) || state != TP_ROW_TOKEN ||
-        !load(a_.accept_num, along(a_.accept_num, i), accepted) || accepted < 0 ||
-        static_cast<uint32_t>(accepted) > a_.depth)
+    if (!load_state(i, state) || state != TP_ROW_TOKEN || !load_accepted(i, accepted) ||
+        accepted < 0 || static_cast<uint32_t>(accepted) > a_.depth)
       return 0;
     return static_cast<uint64_t>(accepted);
   }
@@ -436,12 +457,19 @@ private:
     return {s_.first_row + k, t - s_.first_token[k]};
   }
 
-  // Where an element of [n], [n, D], [n, T] or [n, D, T] lies; j < T.
+  // Where an element of a candidates' column lies, [n], [n, D], [n, T] or [n, D, T]; j < T.
   [[nodiscard]] TP_BOTH int64_t offset(const PackColumn &c, const Place &p,
                                        uint64_t j) const noexcept {
-    const bool is_packed = a_.flags & TP_STEP_ACCEPT;
+    const bool is_deep = a_.flags & TP_STEP_ACCEPT && a_.counts != Counts::behind_a_first;
     return along(c, p.row) + static_cast<int64_t>(p.draft) * c.stride[1] +
-           static_cast<int64_t>(j) * (is_packed ? c.stride[2] : c.stride[1]);
+           static_cast<int64_t>(j) * (is_deep ? c.stride[2] : c.stride[1]);
+  }
+  // Where a token lies, in [n] or [n, D].
+  [[nodiscard]] TP_BOTH int64_t token_offset(const Place &p) const noexcept {
+    return along(a_.tokens, p.row) + static_cast<int64_t>(p.draft) * a_.tokens.stride[1];
+  }
+  [[nodiscard]] TP_BOTH bool has_candidates(const Place &p) const noexcept {
+    return p.draft == 0 || a_.counts != Counts::behind_a_first;
   }
   [[nodiscard]] TP_BOTH static int64_t along(const PackColumn &c, uint64_t i) noexcept {
     return static_cast<int64_t>(i) * c.stride[0];
@@ -455,7 +483,7 @@ private:
     const Place place = place_of(t);
     const uint64_t number = place.row * a_.depth + place.draft;
     int32_t token = 0, rank = 0, state = TP_ROW_TOKEN;
-    if (!load(a_.tokens, offset(a_.tokens, place, 0), token))
+    if (!load(a_.tokens, token_offset(place), token))
       report(PackError::tokens_outside, number);
     else if (token < 0 && load_state(place.row, state) && state == TP_ROW_TOKEN &&
              generation_of(place.row) != 0)
@@ -463,7 +491,7 @@ private:
     column<int32_t>(*s_.step, s_.at.tokens)[t] = token;
     if (a_.width == 0)
       return;
-    if (!load(a_.ranks, offset(a_.ranks, place, 0), rank))
+    if (has_candidates(place) && !load(a_.ranks, offset(a_.ranks, place, 0), rank))
       report(PackError::ranks_outside, number);
     column<int32_t>(*s_.step, s_.at.ranks)[t] = rank;
   }
@@ -494,7 +522,7 @@ private:
       return tell(a_.accept_num, along(a_.accept_num, element));
     case PackError::tokens_outside:
     case PackError::tokens_range:
-      return tell(a_.tokens, offset(a_.tokens, place_of_number(element), 0));
+      return tell(a_.tokens, token_offset(place_of_number(element)));
     case PackError::ranks_outside:
       return tell(a_.ranks, offset(a_.ranks, place_of_number(element), 0));
     case PackError::ids_outside:

@@ -1,10 +1,13 @@
 // paddle_ops.cc: the ops of sysv_ops.hpp as Paddle custom operators, with the names, inputs,
 // attributes and in-place maps of FastDeploy's. Compiled against the installed Paddle by
-// tokenpipe/ops/build.py; any build of Paddle 3, with or without CUDA.
+// tokenpipe/ops/build.py, without any header of CUDA: the same for builds of Paddle 3 with and
+// without it.
 //
-// CPU and pinned tensors are used in place. A tensor on a device is copied to the CPU for a save; a
-// get refuses it, because it writes in place.
+// CPU and pinned tensors are used in place. For a save a tensor on a device is copied to the CPU,
+// in the device's current stream; a get refuses it, because it writes in place.
 #include "paddle/phi/api/ext/op_meta_info.h"
+#include "paddle/phi/api/include/context_pool.h"
+#include "paddle/phi/core/device_context.h"
 
 #include "sysv_ops.hpp"
 #include "tokenpipe_ops.h"
@@ -51,11 +54,21 @@ template <class Act> void guarded(Act &&act) {
 
 bool is_on_host(const paddle::Tensor &t) { return t.is_cpu() || t.is_gpu_pinned(); }
 
+// The tensor, or a copy of one on a device. It is copied in the device's current stream, in which
+// the caller's work lies, and waited for there. (What Paddle calls a blocking copy is in the
+// default stream, which waits for no stream of another framework's.)
+paddle::Tensor on_host(const paddle::Tensor &t) {
+  if (is_on_host(t))
+    return t;
+  paddle::Tensor copy = t.copy_to(paddle::CPUPlace(), false);
+  paddle::experimental::DeviceContextPool::Instance().Get(t.place())->Wait();
+  return copy;
+}
+
 // A tensor that a save reads, for the time of one call.
 class Input {
 public:
-  Input(const char *name, const paddle::Tensor &t)
-      : tensor_(is_on_host(t) ? t : t.copy_to(paddle::CPUPlace(), true)) {
+  Input(const char *name, const paddle::Tensor &t) : tensor_(on_host(t)) {
     if (!tensor_.is_contiguous())
       tensor_ = tensor_.copy_to(paddle::CPUPlace(), true);
     view_ = view_of(name, tensor_);
@@ -96,7 +109,7 @@ bool flag(const char *name, const paddle::Tensor &t) {
     throw OpArgumentError(name, std::string(name) + " is " + phi::DataTypeToString(t.dtype()) +
                                     " with " + std::to_string(t.numel()) +
                                     " elements, must be bool [1]");
-  return is_on_host(t) ? *t.data<bool>() : *t.copy_to(paddle::CPUPlace(), true).data<bool>();
+  return *on_host(t).data<bool>();
 }
 
 // ---------------------------------------------------------------- the ops

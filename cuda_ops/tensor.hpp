@@ -34,6 +34,14 @@ public:
   std::string argument;
 };
 
+// What accept_num holds. The kernel counts by itself; on the CPU FirstTokens has.
+enum class Counts : uint32_t {
+  accepted,       // how many of a row's tokens count
+  first_step,     // mtp_save_first_token's step_idx: two of them where it is 1, else none
+  behind_a_first, // ..._with_topk's token_num: none where it is 0, else one more; the candidates,
+                  // [n, T] and [n], are those of the row's first token
+};
+
 struct Tensor {
   const void *data = nullptr;
   Dtype dtype = Dtype::other;

@@ -2,6 +2,9 @@
 // test loads in place of libcuda. "Device memory" is memory of this process, so that tests can make
 // tensors of it; streams run on a thread of their own, in order; the pack kernel runs its CPU form.
 //
+// While a stream is captured, calls that CUDA calls unsafe are refused and end the capture, unless
+// their thread has said that it is relaxed: as in the mode that PyTorch captures in.
+//
 // The tests steer it: hold the streams, fail any call, capture a graph and replay it, and ask what
 // is still held. Memory and events can be opened by other processes, while their maker lives.
 #include <fcntl.h>
@@ -52,10 +55,12 @@ struct Operation {
 
 struct Stream {
   std::deque<Operation> queue;
-  bool is_busy = false, is_capturing = false;
+  bool is_busy = false, is_capturing = false, is_invalid = false;
   std::vector<Operation> captured;
   [[nodiscard]] bool is_idle() const { return queue.empty() && !is_busy; }
 };
+
+thread_local int capture_mode = 0; // CU_STREAM_CAPTURE_MODE_GLOBAL
 
 // Leaked, as the thread that runs the streams never ends.
 struct Fake {
@@ -82,6 +87,17 @@ struct Fake {
     if (failing == name && --fail_at == 0)
       return fail_code;
     return sticky;
+  }
+
+  // Whether an unsafe call may be made now.
+  [[nodiscard]] bool may_be_unsafe() {
+    bool may = true;
+    for (Stream *s : streams)
+      if (s->is_capturing && capture_mode != tp::CUDA_CAPTURE_RELAXED) {
+        s->is_invalid = true;
+        may = false;
+      }
+    return may;
   }
 
   void run() {
@@ -189,6 +205,11 @@ int open_handle(const tp::CudaIpcHandle &handle, Memory &to) {
   ENTER(name);                                                                                     \
   if (f.current == 0)                                                                              \
   return INVALID_CONTEXT
+// ... and that CUDA calls unsafe during a capture.
+#define ENTER_UNSAFE(name)                                                                         \
+  ENTER_CONTEXT(name);                                                                             \
+  if (!f.may_be_unsafe())                                                                          \
+  return CAPTURE_UNSUPPORTED
 
 } // namespace
 
@@ -250,13 +271,13 @@ EXPORT int cuCtxPopCurrent_v2(void **) {
   return tp::CUDA_OK;
 }
 EXPORT int cuModuleLoadData(void **module, const void *) {
-  ENTER_CONTEXT("cuModuleLoadData");
+  ENTER_UNSAFE("cuModuleLoadData");
   ++f.modules;
   *module = &f.modules;
   return tp::CUDA_OK;
 }
 EXPORT int cuModuleUnload(void *) {
-  ENTER_CONTEXT("cuModuleUnload");
+  ENTER_UNSAFE("cuModuleUnload");
   --f.modules;
   return tp::CUDA_OK;
 }
@@ -275,7 +296,7 @@ EXPORT int cuLaunchKernel(void *, unsigned blocks, unsigned, unsigned, unsigned 
   return tp::CUDA_OK;
 }
 EXPORT int cuMemAlloc_v2(tp::CudaPointer *to, size_t bytes) {
-  ENTER_CONTEXT("cuMemAlloc");
+  ENTER_UNSAFE("cuMemAlloc");
   const Memory m = make_memory(bytes);
   std::memset(m.at, 0xA5, bytes); // nobody may count on zeros
   *to = reinterpret_cast<uint64_t>(m.at);
@@ -283,7 +304,7 @@ EXPORT int cuMemAlloc_v2(tp::CudaPointer *to, size_t bytes) {
   return tp::CUDA_OK;
 }
 EXPORT int cuMemFree_v2(tp::CudaPointer at) {
-  ENTER_CONTEXT("cuMemFree");
+  ENTER_UNSAFE("cuMemFree");
   const auto found = f.memory.find(at);
   if (found == f.memory.end())
     return INVALID_VALUE;
@@ -292,28 +313,28 @@ EXPORT int cuMemFree_v2(tp::CudaPointer at) {
   return tp::CUDA_OK;
 }
 EXPORT int cuMemHostAlloc(void **to, size_t bytes, unsigned flags) {
-  ENTER_CONTEXT("cuMemHostAlloc");
+  ENTER_UNSAFE("cuMemHostAlloc");
   *to = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*to, 0xA5, bytes);
   f.host[*to] = bytes;
   return flags == (tp::CUDA_HOST_PORTABLE | tp::CUDA_HOST_MAPPED) ? tp::CUDA_OK : INVALID_VALUE;
 }
 EXPORT int cuMemFreeHost(void *at) {
-  ENTER_CONTEXT("cuMemFreeHost");
+  ENTER_UNSAFE("cuMemFreeHost");
   if (f.host.erase(at) == 0)
     return INVALID_VALUE;
   free(at);
   return tp::CUDA_OK;
 }
 EXPORT int cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
-  ENTER_CONTEXT("cuMemHostRegister");
+  ENTER_UNSAFE("cuMemHostRegister");
   if (reinterpret_cast<uint64_t>(at) % 4096 != 0 || bytes % 4096 != 0)
     return INVALID_VALUE;
   f.pinned[at] = bytes;
   return tp::CUDA_OK;
 }
 EXPORT int cuMemHostUnregister(void *at) {
-  ENTER_CONTEXT("cuMemHostUnregister");
+  ENTER_UNSAFE("cuMemHostUnregister");
   return f.pinned.erase(at) == 1 ? tp::CUDA_OK : INVALID_VALUE;
 }
 EXPORT int cuMemHostGetDevicePointer_v2(tp::CudaPointer *to, void *at, unsigned) {
@@ -321,9 +342,12 @@ EXPORT int cuMemHostGetDevicePointer_v2(tp::CudaPointer *to, void *at, unsigned)
   *to = reinterpret_cast<uint64_t>(at);
   return f.host.count(at) + f.pinned.count(at) == 1 ? tp::CUDA_OK : INVALID_VALUE;
 }
-EXPORT int cuMemcpyHtoD_v2(tp::CudaPointer to, const void *from, size_t bytes) {
-  ENTER_CONTEXT("cuMemcpyHtoD");
-  std::memcpy(reinterpret_cast<void *>(to), from, bytes);
+EXPORT int cuMemcpyHtoDAsync_v2(tp::CudaPointer to, const void *from, size_t bytes, void *stream) {
+  ENTER_CONTEXT("cuMemcpyHtoDAsync");
+  if (!f.stream_of(stream)->is_idle())
+    return INVALID_VALUE; // (nobody does)
+  std::memcpy(reinterpret_cast<void *>(to), from,
+              bytes); // held streams hold no copy of an idle one
   return tp::CUDA_OK;
 }
 EXPORT int cuMemcpyDtoHAsync_v2(void *to, tp::CudaPointer from, size_t bytes, void *stream) {
@@ -348,7 +372,7 @@ EXPORT int cuStreamDestroy_v2(void *stream) {
   return tp::CUDA_OK;
 }
 EXPORT int cuStreamQuery(void *stream) {
-  ENTER_CONTEXT("cuStreamQuery");
+  ENTER_UNSAFE("cuStreamQuery");
   return f.stream_of(stream)->is_idle() ? tp::CUDA_OK : tp::CUDA_NOT_READY;
 }
 // When waiting fails, nothing runs there any more.
@@ -356,12 +380,16 @@ EXPORT int cuStreamSynchronize(void *stream) {
   Fake &f = fake();
   std::unique_lock lock(f.mutex);
   const Stream *s = f.stream_of(stream);
+  if (!f.may_be_unsafe())
+    return CAPTURE_UNSUPPORTED;
   f.changed.wait(lock, [&] { return s->is_idle() || f.sticky != 0; });
   return f.enter("cuStreamSynchronize");
 }
 EXPORT int cuCtxSynchronize() {
   Fake &f = fake();
   std::unique_lock lock(f.mutex);
+  if (!f.may_be_unsafe())
+    return CAPTURE_UNSUPPORTED;
   f.changed.wait(lock, [&] {
     return f.sticky != 0 ||
            std::all_of(f.streams.begin(), f.streams.end(), [](auto *s) { return s->is_idle(); });
@@ -378,6 +406,10 @@ EXPORT int cuStreamWaitEvent(void *stream, void *event, unsigned) {
 EXPORT int cuStreamIsCapturing(void *stream, int *status) {
   ENTER_CONTEXT("cuStreamIsCapturing");
   *status = f.stream_of(stream)->is_capturing;
+  return tp::CUDA_OK;
+}
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { // (it has nothing to fail at)
+  std::swap(*mode, capture_mode);
   return tp::CUDA_OK;
 }
 EXPORT int cuStreamWriteValue64_v2(void *stream, tp::CudaPointer at, uint64_t value, unsigned) {
@@ -416,7 +448,7 @@ EXPORT int cuEventRecord(void *event, void *stream) {
   return tp::CUDA_OK;
 }
 EXPORT int cuEventQuery(void *event) {
-  ENTER_CONTEXT("cuEventQuery");
+  ENTER_UNSAFE("cuEventQuery");
   const auto *e = static_cast<Event *>(event);
   return e->counts()[1] >= e->counts()[0] ? tp::CUDA_OK : tp::CUDA_NOT_READY;
 }
@@ -426,7 +458,7 @@ EXPORT int cuIpcGetMemHandle(tp::CudaIpcHandle *handle, tp::CudaPointer at) {
   return tp::CUDA_OK;
 }
 EXPORT int cuIpcOpenMemHandle_v2(tp::CudaPointer *to, tp::CudaIpcHandle handle, unsigned) {
-  ENTER_CONTEXT("cuIpcOpenMemHandle");
+  ENTER_UNSAFE("cuIpcOpenMemHandle");
   Memory m;
   if (const int code = open_handle(handle, m); code != tp::CUDA_OK)
     return code;
@@ -435,7 +467,7 @@ EXPORT int cuIpcOpenMemHandle_v2(tp::CudaPointer *to, tp::CudaIpcHandle handle, 
   return tp::CUDA_OK;
 }
 EXPORT int cuIpcCloseMemHandle(tp::CudaPointer at) {
-  ENTER_CONTEXT("cuIpcCloseMemHandle");
+  ENTER_UNSAFE("cuIpcCloseMemHandle");
   const auto found = f.opened.find(at);
   if (found == f.opened.end())
     return INVALID_VALUE;
@@ -505,12 +537,15 @@ EXPORT void fake_begin_capture(void *stream) {
   Fake &f = fake();
   const std::lock_guard lock(f.mutex);
   f.stream_of(stream)->is_capturing = true;
+  f.stream_of(stream)->is_invalid = false;
   f.stream_of(stream)->captured.clear();
 }
-EXPORT void fake_end_capture(void *stream) {
+// Whether the capture is good.
+EXPORT int fake_end_capture(void *stream) {
   Fake &f = fake();
   const std::lock_guard lock(f.mutex);
   f.stream_of(stream)->is_capturing = false;
+  return !f.stream_of(stream)->is_invalid;
 }
 // Launches once more what was captured in `stream`.
 EXPORT void fake_replay(void *stream) {

@@ -74,7 +74,8 @@ class FakeCuda:
         try:
             yield
         finally:
-            self._native.fake_end_capture(ctypes.c_void_p(stream))
+            is_good = self._native.fake_end_capture(ctypes.c_void_p(stream))
+        assert is_good, "a call that is unsafe during a capture has ended it"
 
     def replay(self, stream: int) -> None:
         self._native.fake_replay(ctypes.c_void_p(stream))

@@ -7,6 +7,7 @@ raw.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -58,10 +59,19 @@ class PaddleFace(NumpyFace):
             import paddle
 
             import tokenpipe.ops.paddle
+        paddle.set_device("cpu")  # a plugin's device would be the default
         self.paddle, self.ops = paddle, tokenpipe.ops.paddle
 
     def tensor(self, values: Any, dtype: str = "int64") -> Any:
         return self.paddle.to_tensor(np.array(values, dtype))
+
+
+class DeviceFace(PaddleFace):
+    """Tensors on the device of paddle_device.cpp."""
+
+    def tensor(self, values: Any, dtype: str = "int64") -> Any:
+        place = self.paddle.CustomPlace("late", 0)
+        return self.paddle.to_tensor(np.array(values, dtype), place=place)
 
 
 FACES = {"numpy": NumpyFace, "paddle": PaddleFace}
@@ -954,6 +964,53 @@ def paddle_face() -> PaddleFace:
     return PaddleFace()
 
 
+ON_A_DEVICE: tuple[tuple[Callable[..., None], dict[str, Any]], ...] = (
+    (test_save_output_sends_what_the_table_says, {"generation": "g3"}),
+    (test_save_output_topk_sends_what_the_table_says, {"generation": "g3", "width": 5}),
+    (test_speculate_save_output_sends_what_the_table_says, {"generation": "g3", "depth": 6}),
+    (test_mtp_save_first_token_sends_two_tokens_of_rows_at_their_first_step, {}),
+    (
+        test_speculate_save_output_topk_sends_what_the_table_says,
+        {"generation": "g3", "width": 21, "flag": 3},
+    ),
+    (
+        test_mtp_save_first_token_with_topk_sends_candidates_of_the_first_token_alone,
+        {"generation": "g3"},
+    ),
+)
+
+
+class TestPaddleOnADevice:
+    """A real device of Paddle's, though one of memory, whose copies come when they are waited for
+    in their stream: what a GPU's tensors go through."""
+
+    @long_messages
+    @pytest.mark.parametrize("case", range(len(ON_A_DEVICE)))
+    def test_a_save_copies_tensors_on_a_device_and_waits_for_them(
+        self, case: int, wires: Wires, tmp_path: Path
+    ) -> None:
+        save, given = ON_A_DEVICE[case]
+        if "tmp_path" in save.__annotations__:
+            given = {**given, "tmp_path": tmp_path}
+        save(DeviceFace(), wires, **given)
+
+    def test_the_copies_go_through_the_device_s_current_stream(self, wires: Wires) -> None:
+        face = DeviceFace()
+        (library,) = Path(os.environ["CUSTOM_DEVICE_ROOT"]).glob("*.so")
+        device, worker = ctypes.CDLL(str(library)), wires.new()
+        begun = device.late_blocking_copies()
+        face.ops.save_output(*plain_arguments(face, tokens=[[1], [2], [3], [4]]))
+        assert worker.receive() == plain([1, 2, 3, 4])
+        assert device.late_blocking_copies() == begun, "the default stream waits for no other"
+
+    def test_a_get_refuses_a_tensor_on_a_device(self, wires: Wires) -> None:
+        face, worker = DeviceFace(), wires.new()
+        worker.send(plain([1]))
+        with pytest.raises(OpArgumentError, match=r"x is written in place.* on the CPU"):
+            face.ops.get_output(face.tensor(np.full(514, 2)), 0, False)
+        assert worker.receive() == plain([1])
+
+
 class TestPaddle:
     def test_a_get_writes_through_a_tensor_over_an_array(
         self, paddle_face: PaddleFace, wires: Wires
@@ -1057,6 +1114,7 @@ GETTER = """
 import paddle
 from tokenpipe.errors import QueueError
 from tokenpipe.ops.paddle import get_output
+paddle.set_device("cpu")
 out = paddle.full([514, 1], 2, "int64")
 print("ready", flush=True)
 get_output(out, 0, True)

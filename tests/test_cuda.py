@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from support import wait_until
 from tokenpipe import _native, cli, cuda
 from tokenpipe.config import PipelineConfig
 from tokenpipe.errors import CudaError, SyncTimeoutError
+from tokenpipe.ops import sysv
+from tokenpipe.ops.shm import ShmOps
 from tokenpipe.segment import Segment
 
 Array = np.ndarray[Any, Any]
@@ -96,6 +99,111 @@ def test_the_device_packs_what_the_oracle_and_the_cpu_pack(
     for name in set(found) - {"source_sequence", "saved_tokens", "saved_ns"}:
         of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(found[name])
         assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+
+
+@pytest.mark.parametrize("with_topk", [False, True])
+@in_one_segment
+@given(seed=st.integers(0, 2**32), order=st.integers(0, 200))
+def test_first_tokens_are_packed_on_the_device_as_the_cpu_s_op_composes_them(
+    with_topk: bool, stage: Stage, fake: FakeCuda, stream: int, seed: int, order: int
+) -> None:
+    random = np.random.default_rng(seed)
+    n, width = int(random.integers(ROWS, endpoint=True)), int(random.integers(1, TOP + 1))
+    depth = int(random.integers(2, DEPTH, endpoint=True))
+    given = {"tokens": random.integers(0, INT32, (n, depth))}
+    op = stage.engine.mtp_save_first_token
+    if with_topk:
+        op = stage.engine.mtp_save_first_token_with_topk
+        given |= {
+            "token_num": random.integers(0, depth, n),
+            "topk_ids": random.integers(0, INT32, (n, width)),
+            "logprobs": random.standard_normal((n, width), np.float32),
+            "ranks": random.integers(0, INT32, n),
+        }
+    else:
+        given["step_idx"] = random.integers(-1, 4, n)
+    columns = {
+        "generations": random.integers(0, 3, n),
+        "rows": random.permutation(ROWS)[:n],
+        "states": random.integers(0, 4, n).astype(np.uint8),
+    }
+    fake.set_order(order)
+    stage.take_all()
+    op(**given, **columns)
+    from_cpu = stage.step()
+    stage.take_all()
+    on_device = {
+        name: place(array, str(random.choice(["contiguous", "every second", "transposed"])), False)
+        for name, array in given.items()
+    }
+    op(**on_device, **columns, stream=stream)
+    stage.engine.flush()
+    found = stage.step()
+    for name in set(found) - {"source_sequence", "saved_tokens", "saved_ns"}:
+        of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(found[name])
+        assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+    saved = [step["saved_tokens"] for step in (from_cpu, found)]
+    assert saved[1] - saved[0] == found["num_tokens"]
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@in_one_segment
+@given(seed=st.integers(0, 2**32), order=st.integers(0, 200))
+def test_fastdeploy_s_values_are_packed_on_the_device_as_its_ops_on_the_cpu_save_them(
+    width: int, stage: Stage, fake: FakeCuda, stream: int, seed: int, order: int
+) -> None:
+    random = np.random.default_rng(seed)
+    n = int(random.integers(ROWS, endpoint=True))
+    x = random.choice([7, INT32, -1, -2, -3, -9], (n, 1))
+    candidates = (
+        random.integers(0, INT32, (n, width)),
+        random.standard_normal((n, width), np.float32),
+        random.integers(0, INT32, n),
+    )
+    marks = random.integers(0, 2, (ROWS, 1)).astype(np.int32) if random.integers(2) else None
+    ops = ShmOps(stage.engine)
+    step = ops.begin_step(random.integers(0, 3, n), random.permutation(ROWS)[:n])
+    op, more = (ops.save_output_topk, candidates) if width else (ops.save_output, ())
+    fake.set_order(order)
+    found = []
+    for where in (lambda array: array, OnCuda):
+        stage.take_all()
+        op(where(x), *(where(a) for a in more), True, marks, step=step, stream=stream)
+        stage.engine.flush()
+        found.append(stage.step())
+    from_cpu, from_device = found
+    for name in set(from_device) - {"source_sequence", "saved_tokens", "saved_ns"}:
+        of_cpu, of_device = np.asarray(from_cpu[name]), np.asarray(from_device[name])
+        assert of_device.tobytes() == of_cpu.tobytes(), f"{name}, byte for byte"
+
+
+def test_first_tokens_that_cannot_be_are_told_by_their_element(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    tokens, ids = np.full((9, 3), 7), np.full((9, 2), 5)
+    scores, num = np.zeros((9, 2), np.float32), np.ones(9, int)
+    for change, told in (
+        ((tokens, (8, 1), BIG), r"tokens holds 2147483648 \(element 25\)"),
+        ((ids, (8, 1), BIG), r"topk_ids holds 2147483648 \(element 49\)"),
+        ((num, 8, 3), r"accept_num holds 3 \(element 8\)"),
+        ((num, 8, INT32), r"accept_num holds 2147483647 \(element 8\)"),
+    ):
+        array, at, bad = change
+        good, array[at] = array[at], bad
+        given = [OnCuda(a) for a in (tokens, num, ids, scores, num)]
+        stage.engine.mtp_save_first_token_with_topk(
+            *given, generations=np.ones(9, int), stream=stream
+        )
+        with pytest.raises(tp.OpArgumentError, match=told):
+            stage.engine.flush()
+        array[at] = good
+        stage.take_all()
+    with pytest.raises(tp.OpArgumentError, match=r"topk_ids is int64\[9, 1, 2\]"):
+        stage.engine.mtp_save_first_token_with_topk(
+            *(OnCuda(a) for a in (tokens, num, ids[:, None], scores, num)),
+            generations=np.ones(9, int),
+            stream=stream,
+        )
 
 
 def test_padding_columns_and_rows_behind_the_accepted_are_left_out(
@@ -371,6 +479,29 @@ def test_replays_may_be_ahead_of_the_gpu(stage: Stage, fake: FakeCuda, stream: i
     assert found == list(range(2, 2 + SLOTS))
 
 
+def test_a_capture_survives_whatever_else_a_writer_does_meanwhile(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    """In the mode in which PyTorch captures, CUDA ends a capture at an allocation or a query of any
+    thread."""
+    other, ones = fake.make_stream(), np.ones(2, int)
+
+    def save_and_flush() -> None:
+        stage.engine.save_output(OnCuda(np.full(2, 5)), generations=ones, stream=other)
+        stage.engine.flush()
+        stage.engine.save_output(np.full(2, 6), generations=ones)
+
+    with fake.capture(stream):
+        stage.engine.save_output(OnCuda(np.full(2, 7)), generations=ones, stream=stream)
+        thread = threading.Thread(target=save_and_flush)
+        thread.start()
+        thread.join(WATCHDOG_S)
+    stage.engine.begin_step(ones, replay_in=stream)
+    fake.replay(stream)
+    stage.engine.flush()
+    assert [int(stage.step(i)["tokens"][0]) for i in range(3)] == [5, 6, 7]
+
+
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_no_step_is_published_before_it_is_there(
     fake: FakeCuda, segment: Segment, stream: int, by_stream: bool
@@ -610,6 +741,39 @@ def test_where_tensors_lie_is_checked(stage: Stage, fake: FakeCuda, stream: int)
     assert stage.published == 0
 
 
+def test_ops_that_take_tensors_on_the_cpu_alone_say_so(
+    stage: Stage, fake: FakeCuda, stream: int
+) -> None:
+    ids, scores = np.ones((2, 2), int), np.ones((2, 2), np.float32)
+    ones, has_work = np.ones(2, int), np.array([True])
+    on_device, text = OnCuda(ones), "lies on CUDA device 0, must be on the CPU: copy it there first"
+    ops, step = ShmOps(stage.engine), stage.engine.begin_step(ones)
+    for name, call in (
+        (
+            "tokens",
+            lambda: stage.engine.save_prompt_logprobs(0, 1, on_device, ids, scores, ones),
+        ),
+        (
+            "ranks",
+            lambda: stage.engine.save_prompt_logprobs(0, 1, ones, ids, scores, on_device),
+        ),
+        ("preempted_idx", lambda: ops.save_output(ones, has_work, on_device, step=step)),
+        ("not_need_stop", lambda: ops.save_output(ones, OnCuda(has_work), step=step)),
+        (
+            "topk_ids",
+            lambda: ops.save_output_topk(ones, OnCuda(ids), scores, ones, True, step=step),
+        ),
+        ("x", lambda: sysv.save_output(on_device, True)),
+        ("x", lambda: sysv.get_output(on_device)),
+    ):
+        with pytest.raises(tp.OpArgumentError, match=f"{name} {text}") as refused:
+            call()
+        assert refused.value.argument == name
+    with pytest.raises(tp.OpArgumentError, match="step_idx lies on CUDA device 0, must be on the"):
+        stage.engine.mtp_save_first_token(ids, on_device, step=step)
+    assert stage.published == 0
+
+
 def test_shapes_and_dtypes_are_refused_as_on_the_cpu(
     stage: Stage, fake: FakeCuda, stream: int
 ) -> None:
@@ -631,12 +795,50 @@ def test_a_stream_may_be_an_object_of_a_framework(
     class CupyStream:
         ptr = stream
 
-    for given_stream in (TorchStream(), CupyStream(), stream, 0):
+    class PaddleStream:  # paddle.device.Stream; paddle.device.cuda.current_stream() is as PyTorch's
+        stream_base = TorchStream()
+
+    class ProtocolStream:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, stream
+
+    others = (PaddleStream(), ProtocolStream())
+    for given_stream in (TorchStream(), CupyStream(), *others, stream, 0):
         stage.engine.save_output(
             OnCuda(np.ones(1, int)), generations=np.ones(1, int), stream=given_stream
         )
+        stage.engine.flush()
+        stage.take_all()
+    assert stage.published == 6
+    with pytest.raises(tp.OpArgumentError, match="stream is a str"):
+        stage.engine.save_output(OnCuda(np.ones(1, int)), generations=np.ones(1, int), stream="0")
+
+
+def test_a_tensor_of_paddle_s_is_taken_without_its_wait(
+    stage: Stage, fake: FakeCuda, stream: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tensor(OnCuda):
+        place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 0)
+        value = None
+
+        def __dlpack__(self, *, stream: int | None = None) -> Any:
+            raise AssertionError("before Paddle 3.3 this waits for the current stream")
+
+    Tensor.__module__ = "paddle"
+    dlpack = SimpleNamespace(to_dlpack=lambda tensor: OnCuda.__dlpack__(tensor, stream=-1))
+    for name in ("paddle", "paddle.utils"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "paddle.utils.dlpack", dlpack)
+    ones, ops = np.ones(2, int), ShmOps(stage.engine)
+    stage.engine.save_output(Tensor(np.array([3, 4])), generations=ones, stream=stream)
+    step = stage.engine.begin_step(ones)
+    ops.save_output(Tensor(np.array([[5], [-9]])), True, step=step, stream=stream)
+    stage.engine.mtp_save_first_token(
+        Tensor(np.array([[6, 7], [8, 9]])), Tensor(np.array([1, 0])), step=step, stream=stream
+    )
     stage.engine.flush()
-    assert stage.published == 4
+    found = [stage.step(number)["tokens"].tolist() for number in range(3)]
+    assert found == [[3, 4], [5, -9], [6, 7]]
 
 
 # --- a driver that fails
@@ -681,7 +883,13 @@ def test_every_failure_of_every_call_is_raised_and_leaves_nothing(
     assert {name for name, _ in places} >= {
         *("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuModuleLoadData"),
         *("cuMemHostRegister", "cuMemHostAlloc", "cuMemAlloc", "cuStreamCreate", "cuEventCreate"),
-        *("cuMemcpyHtoD", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"),
+        *(
+            "cuMemcpyHtoDAsync",
+            "cuStreamSynchronize",
+            "cuLaunchKernel",
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+        ),
         *("cuMemcpyDtoHAsync", "cuLaunchHostFunc", "cuStreamQuery", "cuCtxSynchronize"),
         *("cuStreamDestroy", "cuEventDestroy", "cuMemFree", "cuMemFreeHost"),
         *("cuMemHostUnregister", "cuModuleUnload", "cuDevicePrimaryCtxRelease"),
@@ -834,9 +1042,10 @@ def test_nvcc_compiles_it_without_a_word_and_without_spills(name: str, tmp_path:
     )
     said = done.stdout + done.stderr
     assert "warning" not in said, said
-    for line in said.splitlines():
-        if "spill" in line:
-            assert "0 bytes spill stores, 0 bytes spill loads" in line, said
+    told = [line for line in said.splitlines() if "spill" in line]
+    assert len(told) == (name == "pack.cu"), said
+    for line in told:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line, said
 
 
 @pytest.mark.full
@@ -874,3 +1083,59 @@ def test_the_gpu_check_runs_dry_without_a_gpu() -> None:
     assert lines[-1] == "gpu_check: dry run passed; nothing ran on a GPU"
     table = done.stderr.split("DRY RUN with a fake driver: these are no times of a GPU")[1]
     assert len(table.split("coordinator[")[0].strip().splitlines()) == 1 + 27
+
+
+STAND_INS = {
+    "nvidia-smi": "echo 9.0",
+    "python3.12": "exit 1",  # one without the framework
+    "python3": """
+case $1 in
+setup.py) echo "built for $TOKENPIPE_CUDA_ARCHITECTURES" && exit ;;
+benchmarks/gpu.py) set -- "$@" --rounds 1 --fake "$TOKENPIPE_CUDA_LIBRARY" ;;
+esac
+case " $* " in *" $FAILING "*) exit 3 ;; esac
+exec "$REAL" "$@"
+""",
+    "compute-sanitizer": """
+echo "$*"
+while [ "${1#--}" != "$1" ]; do shift 2; done
+exec "$@"
+""",
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("failing", ["nothing", "times"])
+def test_the_gpu_check_goes_on_when_a_part_fails(
+    failing: str, built_fake: FakeCuda, tmp_path: Path
+) -> None:
+    """The script's way on a GPU, with stand-ins for what it calls; the fake plays the GPU."""
+    for package in ("torch", "setuptools", "pybind11"):  # looked for, not used
+        (tmp_path / f"{package}.py").write_text("")
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{tmp_path}\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["scripts/gpu_check"],
+        cwd=ROOT,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "PYTHON"},
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "REAL": sys.executable,
+            "FAILING": failing,
+            "TOKENPIPE_CUDA_LIBRARY": built_fake.library,
+        },
+        text=True,
+        capture_output=True,
+        timeout=180,
+    )
+    said = done.stdout.splitlines()
+    assert "built for 90" in said, done.stdout + done.stderr
+    assert sum(line.startswith("values:") for line in said) == 6, "and under both sanitizers"
+    assert sum(line.startswith("pipeline: 50 tokens right") for line in said) == 2
+    assert any("--tool racecheck" in line and "kns=tp_pack" in line for line in said)
+    is_right = failing == "nothing"
+    assert done.returncode == (0 if is_right else 1)
+    last = "gpu_check: passed on a GPU" if is_right else "gpu_check: failed on a GPU: times"
+    assert said[-1] == last

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,9 @@ needs_paddle = pytest.mark.skipif(
 )
 
 
-def run_cases(which: str) -> None:
-    """Runs the cases in an IPC namespace of their own, in which alone the limits are raised."""
+def run_cases(which: str, **more: str) -> None:
+    """Runs the cases in an IPC namespace of their own, in which alone the limits are raised; `more`
+    is for their environment."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs"]
     command += [str(ROOT / "tests" / "ops_cases.py"), "-k", which]
     isolated = ["unshare", "--ipc", "sh", "-c", RAISE_LIMITS + '"$@"', "sh"]
@@ -41,7 +43,7 @@ def run_cases(which: str) -> None:
         shutil.which("unshare") is not None
         and subprocess.run([*isolated, "true"], capture_output=True).returncode == 0
     )
-    environment = os.environ | {"TOKENPIPE_CACHE_DIR": str(CACHE)}
+    environment = os.environ | {"TOKENPIPE_CACHE_DIR": str(CACHE)} | more
     done = subprocess.run(
         [*isolated, *command] if may_isolate else command,
         cwd=ROOT,
@@ -61,8 +63,52 @@ def test_the_ops_on_arrays() -> None:
 
 @needs_paddle
 @pytest.mark.timeout(600)  # it compiles the operators
-def test_the_ops_as_paddle_operators() -> None:
-    run_cases("paddle or Paddle")
+def test_the_ops_as_paddle_operators(tmp_path: Path) -> None:
+    compile_with_paddle("-O1", "-shared", "tests/paddle_device.cpp", "-o", f"{tmp_path}/liblate.so")
+    run_cases("paddle or Paddle", CUSTOM_DEVICE_ROOT=str(tmp_path))
+
+
+def compile_with_paddle(*arguments: str) -> None:
+    """Runs g++ with Paddle's headers."""
+    paddle = importlib.util.find_spec("paddle")
+    assert paddle is not None
+    assert paddle.origin is not None
+    headers = Path(paddle.origin).parent / "include"
+    command = ["g++", "-std=c++20", "-fPIC", "-w", f"-isystem{headers}"]
+    command += [f"-isystem{headers / 'third_party'}", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+# What the operators hand to Paddle and are handed by it.
+SEEN_BY_BOTH = """
+#include "paddle/phi/api/ext/op_meta_info.h"
+using namespace paddle;
+extern const size_t looks[] = {
+    sizeof(Tensor), alignof(Tensor), sizeof(phi::Place), alignof(phi::Place),
+    sizeof(CustomOpKernelContext), sizeof(OpMetaInfo), sizeof(OpMetaInfoBuilder), sizeof(any),
+    size_t(DataType::BOOL), size_t(DataType::INT32), size_t(DataType::INT64),
+    size_t(DataType::FLOAT32), size_t(phi::AllocationType::GPUPINNED)};
+"""
+
+
+@pytest.mark.full
+@needs_paddle
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no headers of CUDA on this machine")
+def test_the_operators_see_of_a_paddle_with_cuda_what_they_were_compiled_with(
+    tmp_path: Path,
+) -> None:
+    """They are compiled without its macro, so that no header of CUDA is needed."""
+    (tmp_path / "looks.cpp").write_text(SEEN_BY_BOTH)
+    command = ["nvcc", "--dryrun", "-c", "x.cu", "-o", "x.o"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    cuda = re.findall(r'"-I([^"]+)"', said)[0]
+    found = []
+    for more in (["-DPADDLE_WITH_CUDA", f"-isystem{cuda}", f"-isystem{cuda}/cccl"], []):
+        compile_with_paddle(*more, "-S", f"{tmp_path}/looks.cpp", "-o", f"{tmp_path}/looks.s")
+        table = (tmp_path / "looks.s").read_text().split("\nlooks:\n")[1]
+        found.append(re.findall(r"\.quad\t(\d+)", table)[:13])
+    assert found[0] == found[1]
+    assert len(found[0]) == 13
 
 
 def test_a_message_beyond_the_kernels_limits_is_refused_with_the_numbers() -> None:

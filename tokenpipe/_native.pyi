@@ -222,12 +222,12 @@ class Writer:
         logprobs: Any = None,
         ranks: Any = None,
         vectors: Any = None,
-        step_idx: Any = None,
-        token_num: Any = None,
         message_flag: int = 3,
         not_need_stop: bool = True,
         is_prompt: bool = False,
         stream: int | None = None,
+        counts: int = 0,
+        has_wire_values: bool = False,
     ) -> None: ...
     def open_cuda(
         self, driver: CudaDriver, device: int, image: bytes, publish_by_stream: bool

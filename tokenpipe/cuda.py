@@ -9,13 +9,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenpipe import _native
 from tokenpipe.config import cuda_library
-from tokenpipe.errors import CudaError
+from tokenpipe.errors import CudaError, OpArgumentError
 
 KERNELS = Path(__file__).with_name("_kernels.fatbin")
 """What setup.py has compiled out of cuda_ops/pack.cu, where there was an nvcc."""
+
+
+DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 2, 13
+"""Device types of DLPack: memory of a GPU, and managed memory."""
+
+
+def device_of(tensor: Any) -> int | None:
+    """Returns the CUDA device that a tensor lies on; None on the CPU."""
+    is_array = type(tensor).__module__ == "numpy"  # which this module does not load
+    if is_array or not hasattr(tensor, "__dlpack_device__"):
+        return None
+    kind, ordinal = tensor.__dlpack_device__()
+    return int(ordinal) if int(kind) in (DLPACK_CUDA, _DLPACK_CUDA_MANAGED) else None
+
+
+def refuse_on_device(name: str, tensor: Any, instead: str) -> None:
+    """Raises OpArgumentError for a tensor on a GPU, where an op takes those on the CPU alone."""
+    device = device_of(tensor)
+    if device is not None:
+        where = f"{name} lies on CUDA device {device}, must be on the CPU"
+        raise OpArgumentError(name, f"{where}: {instead}")
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from tokenpipe.segment import LOCK_CLIENT, LOCK_COORDINATOR, LOCK_WRITER, Segmen
 
 _WAIT_S = 0.2
 _LOOK_S = 0.005
-_DLPACK_CUDA = (2, 13)
-"""Device types of DLPack: memory of a GPU, and managed memory."""
+_FIRST_STEP, _BEHIND_A_FIRST = 1, 2
+"""What accept_num holds: the numbers of tp::Counts."""
 _CLOSE_S = 30.0
 _WITHDRAW_POLL_S = 0.002
 _FOR_EVER_S = float("inf")
@@ -299,23 +299,18 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves a prefill step's first token and first draft of the rows that have just made them.
 
         `tokens` [n, 2 or more]; `step_idx` [n]: 1 where the row has made its first token in this
-        step; other rows have no token. Else as save_output, on the CPU. (FastDeploy's op leaves
-        the last message's counts in the rows with step_idx above 1: output-ops.md section 3.1.)
+        step; other rows have no token. Else as save_output. (FastDeploy's op leaves the last
+        message's counts in the rows with step_idx above 1: output-ops.md section 3.1.)
         """
         self._save(
-            step,
-            generations,
-            rows,
-            tokens,
-            states,
-            positions,
-            not_need_stop,
-            None,
-            step_idx=_tensor("step_idx", _given("step_idx", step_idx)),
+            *(step, generations, rows, tokens, states, positions, not_need_stop, stream),
+            accept_num=_tensor("step_idx", _given("step_idx", step_idx)),
+            counts=_FIRST_STEP,
         )
 
     def mtp_save_first_token_with_topk(
@@ -333,28 +328,45 @@ class EngineWriter:
         states: Any = None,
         positions: Any = None,
         not_need_stop: bool = True,
+        stream: Any = None,
     ) -> None:
         """Saves a prefill step's first token with its candidates, and the drafts behind it.
 
         `tokens` [n, D]; `token_num` [n]: 0 for rows without a token yet, else the tokens in front
         of the last draft. `topk_ids`, `logprobs` [n, T] and `ranks` [n] are the first token's; the
         drafts have no candidates (ids -1, logprob 0.0, rank 0). Else as
-        speculate_save_output_topk, on the CPU.
+        speculate_save_output_topk.
         """
         self._save(
-            step,
-            generations,
-            rows,
-            tokens,
-            states,
-            positions,
-            not_need_stop,
-            None,
-            token_num=_tensor("token_num", _given("token_num", token_num)),
+            *(step, generations, rows, tokens, states, positions, not_need_stop, stream),
+            accept_num=_tensor("token_num", _given("token_num", token_num)),
             topk_ids=_tensor("topk_ids", _given("topk_ids", topk_ids)),
             logprobs=_tensor("logprobs", logprobs),
             ranks=_tensor("ranks", ranks),
             message_flag=message_flag,
+            counts=_BEHIND_A_FIRST,
+        )
+
+    def save_wire_values(
+        self,
+        tokens: Any,
+        states: Any,
+        *,
+        step: Step,
+        not_need_stop: bool = True,
+        stream: Any = None,
+        **candidates: Any,
+    ) -> None:
+        """Saves what FastDeploy's save_output or save_output_topk are given on a GPU (ops/shm.py).
+
+        `tokens` [n] or [n, 1]: below 0 they are no error, but say what their row is where `states`
+        says token (-9 acknowledged, -3 recovery, else none). `candidates` as save_output_topk has
+        them; candidate 0 becomes the token.
+        """
+        self._save(
+            *(step, None, None, tokens, states, None, not_need_stop, stream),
+            has_wire_values=True,
+            **{name: _tensor(name, _given(name, value)) for name, value in candidates.items()},
         )
 
     def save_pooling(
@@ -396,8 +408,8 @@ class EngineWriter:
     ) -> None:
         """Saves the candidates of one request's prompt tokens; they come with its next output.
 
-        `tokens` [P], `topk_ids` and `logprobs` [P, T], `ranks` [P]; `begin`: place of the first in
-        the prompt. A long prompt is split over several steps.
+        `tokens` [P], `topk_ids` and `logprobs` [P, T], `ranks` [P], all on the CPU; `begin`: place
+        of the first in the prompt. A long prompt is split over several steps.
         """
         tokens = _array("tokens", tokens, "whole numbers", 1)
         topk_ids = _array("topk_ids", topk_ids, "whole numbers", 2)
@@ -460,12 +472,12 @@ class EngineWriter:
                 stream=_handle_of(stream),
                 **more,
             )
-            if step is None and _device_of(generations) is None:  # what begin_step() does
+            if step is None and cuda.device_of(generations) is None:  # what begin_step() does
                 self._writer.note(rows, generations, len(generations))
 
     def _make_ready_for(self, tensor: Any) -> None:
         """What a save of this tensor needs before it begins. Under the lock."""
-        device = _device_of(tensor)
+        device = cuda.device_of(tensor)
         has_device = self._writer.cuda_device >= 0
         if device is None and has_device:
             self._raise_if_closed()
@@ -637,33 +649,28 @@ def _given(name: str, value: Any) -> Any:
 
 
 def _tensor(name: str, value: Any) -> Any:
-    """A list as an array; older Paddle has no __dlpack__, only a function that makes the
-    capsule."""
+    """A list as an array. Of Paddle's tensors on a GPU the capsule itself: before 3.3 their
+    __dlpack__ waits for the model's stream, whatever stream= says, and older ones have none."""
     if value is None or type(value) is np.ndarray:
         return value
     if isinstance(value, (list, tuple)):
         return _of_list(name, value)
-    if hasattr(value, "__dlpack__") or not hasattr(value, "value"):
+    if not type(value).__module__.startswith("paddle") or not hasattr(value, "value"):
         return value
-    if not type(value).__module__.startswith("paddle"):
+    on_gpu = value.place.is_gpu_place()
+    if hasattr(value, "__dlpack__") and not on_gpu:
         return value
     from paddle.utils.dlpack import to_dlpack  # type: ignore[import-not-found, unused-ignore]
 
-    on_gpu = value.place.is_gpu_place()
     return _Capsule(to_dlpack(value), value.place.gpu_device_id() if on_gpu else None)
-
-
-def _device_of(tensor: Any) -> int | None:
-    """The CUDA device that a tensor lies on; None on the CPU."""
-    if isinstance(tensor, np.ndarray) or not hasattr(tensor, "__dlpack_device__"):
-        return None
-    kind, ordinal = tensor.__dlpack_device__()
-    return int(ordinal) if int(kind) in _DLPACK_CUDA else None
 
 
 def _handle_of(stream: Any, name: str = "stream") -> int | None:
     if stream is None or isinstance(stream, int):
         return stream
+    if hasattr(stream, "__cuda_stream__"):  # the protocol: its version, and the handle
+        return int(stream.__cuda_stream__()[1])
+    stream = getattr(stream, "stream_base", stream)  # what paddle.device.Stream is about
     for attribute in ("cuda_stream", "ptr"):  # of PyTorch and Paddle; of CuPy
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
@@ -689,6 +696,7 @@ def _array(name: str, value: Any, kind: str, ndim: int | None = None) -> npt.NDA
     number of dimensions.
     """
     value = _tensor(name, _given(name, value))
+    cuda.refuse_on_device(name, value, "copy it there first")
     try:
         if hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             array = np.asarray(value)
@@ -721,4 +729,4 @@ class _Capsule:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0) if self._device is None else (_DLPACK_CUDA[0], self._device)
+        return (1, 0) if self._device is None else (cuda.DLPACK_CUDA, self._device)

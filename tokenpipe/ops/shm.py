@@ -4,6 +4,9 @@ What FastDeploy's wire lacks must come from the caller: the step says which life
 token belongs to (`EngineWriter.begin_step`), so nothing here has a default for it. A caller that
 cannot say it saves to the System V queue, and its pipeline runs with --source sysv. There is no get
 side: the pipeline's reader is the only one.
+
+save_output and save_output_topk take tensors on a GPU as well, packed there (EngineWriter) in the
+`stream` in which they are made; the others take those on the CPU, as FastDeploy's worker has them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tokenpipe.cuda import device_of
 from tokenpipe.errors import OpArgumentError
 from tokenpipe.ops.sysv import as_array, as_flag
 from tokenpipe.writer import EngineWriter, Step
@@ -55,9 +59,18 @@ class ShmOps:
         save_each_rank: bool = False,
         *,
         step: Step,
+        stream: Any = None,
     ) -> None:
-        """Saves a token per row; arguments as sysv.save_output, of any number of rows."""
+        """Saves a token per row; arguments as sysv.save_output, of any number of rows. `x` may
+        lie on a GPU: `stream` is the one in which it is made."""
         if rank_id > 0:
+            return
+        if device_of(x) is not None:
+            has_work = as_flag("not_need_stop", not_need_stop)
+            states = _states_of_marks(preempted_idx, len(x))
+            self.writer.save_wire_values(
+                x, states, step=step, not_need_stop=has_work, stream=stream
+            )
             return
         tokens = as_array("x", x).reshape(-1)
         self.writer.save_output(
@@ -78,10 +91,24 @@ class ShmOps:
         rank_id: int = 0,
         *,
         step: Step,
+        stream: Any = None,
     ) -> None:
         """Saves a token per row with its candidates; arguments as sysv.save_output_topk, of any
-        number of rows, and as many columns as the pipeline has."""
+        number of rows, and as many columns as the pipeline has. `x` and the candidates may lie on a
+        GPU, as of save_output."""
         if rank_id > 0:
+            return
+        if device_of(x) is not None:
+            self.writer.save_wire_values(
+                x,
+                _states_of_marks(preempted_idx, len(x)),
+                step=step,
+                not_need_stop=as_flag("not_need_stop", not_need_stop),
+                stream=stream,
+                topk_ids=topk_ids,
+                logprobs=logprob_scores,
+                ranks=ranks,
+            )
             return
         tokens = as_array("x", x).reshape(-1)
         ids = as_array("topk_ids", topk_ids).copy()
@@ -243,10 +270,17 @@ def _states(values: Array, preempted_idx: Any) -> npt.NDArray[np.uint8]:
     states = np.where(values < 0, NONE, TOKEN)
     states[values == _RECOVERY] = RECOVERY
     states[values == _PREEMPTED] = ACKNOWLEDGED
-    if preempted_idx is not None:
-        marks = as_array("preempted_idx", preempted_idx).reshape(-1)
-        states[_first("preempted_idx", marks, len(values)) == 1] = ACKNOWLEDGED
-    return states.astype(np.uint8)
+    marked = _states_of_marks(preempted_idx, len(values))
+    return (states if marked is None else np.where(marked, marked, states)).astype(np.uint8)
+
+
+def _states_of_marks(preempted_idx: Any, n: int) -> npt.NDArray[np.uint8] | None:
+    """Acknowledged where a row is marked, else token; None where there are no marks."""
+    if preempted_idx is None:
+        return None
+    marks = as_array("preempted_idx", preempted_idx).reshape(-1)
+    is_marked = _first("preempted_idx", marks, n) == 1
+    return np.where(is_marked, ACKNOWLEDGED, TOKEN).astype(np.uint8)
 
 
 def _in_prompt(seq_lens_decoder: Any, prompt_lens: Any, n: int) -> npt.NDArray[np.bool_]:

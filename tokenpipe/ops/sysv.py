@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tokenpipe.cuda import refuse_on_device
 from tokenpipe.errors import OpArgumentError, QueueError, TokenpipeError
 
 GENERATIONS = ("g1", "g2", "g3", "g4")
@@ -59,6 +60,7 @@ class Failure(ctypes.Structure):
         return QueueError(code, text)
 
 
+_INSTEAD = "copy it there first (EngineWriter and tokenpipe.ops.paddle take tensors on a GPU)"
 _Shape = ctypes.c_int64 * 3
 
 
@@ -156,6 +158,7 @@ class _Call:
 def as_array(name: str, value: Any, *, is_written: bool = False) -> npt.NDArray[Any]:
     """Returns a contiguous view of a tensor on the CPU, or a copy where it must be only read.
     Raises OpArgumentError."""
+    refuse_on_device(name, value, _INSTEAD)
     if isinstance(value, np.ndarray):
         array: npt.NDArray[Any] = value
         if is_written and not array.flags.writeable:
@@ -177,6 +180,7 @@ def as_array(name: str, value: Any, *, is_written: bool = False) -> npt.NDArray[
 
 def as_flag(name: str, value: Any) -> bool:
     """Returns a bool, or the one in FastDeploy's tensor of one. Raises OpArgumentError."""
+    refuse_on_device(name, value, _INSTEAD)
     array = np.asarray(value)
     if array.dtype != np.bool_ or array.size != 1:
         what = f"{array.dtype}{list(array.shape)}"
