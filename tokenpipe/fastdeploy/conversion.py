@@ -64,13 +64,14 @@ class Converter:
         self._make = host.RequestOutput
         self._make_completion = host.CompletionOutput
         self._make_lists = host.LogprobsLists
-        self.copy_metrics: Callable[[Any], Any] = self._first_copy
-        """Returns a shallow copy of a task's RequestMetrics."""
+        self._copiers: dict[type, Callable[[Any], Any]] = {}
 
-    def _first_copy(self, metrics: Any) -> Any:
-        """How they are copied best is known when there are some."""
-        self.copy_metrics = copier(metrics)
-        return self.copy_metrics(metrics)
+    def copy_metrics(self, metrics: Any) -> Any:
+        """Returns a shallow copy of a task's RequestMetrics."""
+        kind = type(metrics)
+        if kind not in self._copiers:  # how they are copied best is known when there are some
+            self._copiers[kind] = copier(metrics)
+        return self._copiers[kind](metrics)
 
     def output(
         self, task: Any, row: int, send_idx: int, token_ids: list[int], metrics: Any, kind: int
