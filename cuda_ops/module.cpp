@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -538,10 +539,43 @@ private:
   tp::StreamReader reader_;
 };
 
+// Whole numbers [n] as int32 of their own, each 0 or more; None for what is no such array of 4 or 8
+// bytes. One call where numpy takes four: an engine's thread comes here with cold caches.
+[[nodiscard]] py::object copy_of_numbers(const char *name, py::handle values) {
+  if (!PyObject_CheckBuffer(values.ptr()))
+    return py::none();
+  const Borrowed borrowed(name, values);
+  const tp::Tensor &t = borrowed.view;
+  const bool is_known = t.dtype == tp::Dtype::int32 || t.dtype == tp::Dtype::int64 ||
+                        t.dtype == tp::Dtype::uint32 || t.dtype == tp::Dtype::uint64;
+  if (!is_known || t.ndim != 1)
+    return py::none();
+  py::array_t<int32_t> copy(t.shape[0]);
+  int32_t *const to = copy.mutable_data();
+  bool fits = tp::copy_ints(to, t, 0, t.shape[0], t.stride[0]);
+  int32_t every = 0;
+  for (int64_t i = 0; i < t.shape[0]; ++i)
+    every |= to[i]; // negative if one of them is
+  fits &= every >= 0;
+  return fits ? py::object(std::move(copy)) : py::none();
+}
+
+// How many forks lie between this process and the one that loaded the module. To ask the system who
+// one is takes longer than the rest of a small save's preparations.
+uint32_t num_forks = 0;
+
 class PyWriter {
 public:
   PyWriter(const MappedSource &source, double spin_s)
-      : source_(source.map()), writer_(source_), spin_ns_(as_ns(spin_s)) {}
+      : source_(source.map()), writer_(source_), spin_ns_(as_ns(spin_s)), forks_(num_forks) {}
+
+  // Whether this is a fork's copy of its process's writer.
+  [[nodiscard]] bool is_copy() const noexcept { return num_forks != forks_; }
+
+  // Whether tensors on the CPU can be saved now: one question, for what is nearly always so.
+  [[nodiscard]] bool can_save() noexcept {
+    return !is_copy() && !is_gone() && !cuda_ && writer_.wait_for_space({0, 0});
+  }
 
   // False while the source ring is full.
   bool wait_for_space(double timeout_s) {
@@ -678,6 +712,18 @@ public:
                    static_cast<uint32_t>(generation[i]));
   }
 
+  // The stamp of a batch whose row i is row i, and note() of it; None where it is not so simple.
+  py::object stamp(py::handle generations) {
+    const py::object copy = is_copy() ? py::none() : copy_of_numbers("generations", generations);
+    if (copy.is_none())
+      return copy;
+    const auto stamps = py::reinterpret_borrow<py::array_t<int32_t>>(copy);
+    const auto n = static_cast<uint32_t>(stamps.size());
+    for (uint32_t i = 0; i < n; ++i)
+      writer_.note(i, static_cast<uint32_t>(stamps.data()[i]));
+    return copy;
+  }
+
   py::list poll() {
     py::list found;
     writer_.poll([&](uint32_t row, uint32_t generation, uint32_t bits) {
@@ -710,6 +756,7 @@ private:
   const tp::SourceMap &source_;
   tp::Writer writer_;
   uint64_t spin_ns_;
+  uint32_t forks_;
   std::optional<tp::CudaWriter> cuda_;
 };
 
@@ -1261,30 +1308,11 @@ void set_owner(const MappedCore &core, const MappedSource &source, uint32_t pid,
                   "end"_a = c.end);
 }
 
-// Whole numbers [n] as int32 of their own, each 0 or more; None for what is no such array of 4 or 8
-// bytes. One call where numpy takes four: an engine's thread comes here with cold caches.
-[[nodiscard]] py::object copy_of_numbers(const char *name, py::handle values) {
-  if (!PyObject_CheckBuffer(values.ptr()))
-    return py::none();
-  const Borrowed borrowed(name, values);
-  const tp::Tensor &t = borrowed.view;
-  const bool is_known = t.dtype == tp::Dtype::int32 || t.dtype == tp::Dtype::int64 ||
-                        t.dtype == tp::Dtype::uint32 || t.dtype == tp::Dtype::uint64;
-  if (!is_known || t.ndim != 1)
-    return py::none();
-  py::array_t<int32_t> copy(t.shape[0]);
-  int32_t *const to = copy.mutable_data();
-  bool fits = tp::copy_ints(to, t, 0, t.shape[0], t.stride[0]);
-  int32_t every = 0;
-  for (int64_t i = 0; i < t.shape[0]; ++i)
-    every |= to[i]; // negative if one of them is
-  fits &= every >= 0;
-  return fits ? py::object(std::move(copy)) : py::none();
-}
-
 } // namespace
 
 PYBIND11_MODULE(_native, m) {
+  if (pthread_atfork(nullptr, nullptr, [] { ++num_forks; }) != 0)
+    throw std::bad_alloc();
   m.doc() = "Shared-memory protocol of tokenpipe: ring, output ops, decoder, client, book.";
 
   // errors.py hands its class over at import: the C++ side has no exceptions of its own for Python.
@@ -1480,6 +1508,9 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<PyWriter>(m, "Writer")
       .def(py::init<const MappedSource &, double>(), "source"_a, "spin_s"_a, py::keep_alive<1, 2>())
+      .def_property_readonly("is_copy", &PyWriter::is_copy)
+      .def("can_save", &PyWriter::can_save)
+      .def("stamp", &PyWriter::stamp, "generations"_a)
       .def("wait_for_space", &PyWriter::wait_for_space, "timeout_s"_a)
       .def("save", &PyWriter::save, "tokens"_a, "generations"_a, "rows"_a = py::none(),
            "states"_a = py::none(), "positions"_a = py::none(), "accept_num"_a = py::none(),

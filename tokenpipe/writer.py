@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ _GONE_AFTER_S = 10.0
 """An owner whose coordinator and roles were all killed has a new one by then, or never."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One composed batch: which life of which row each of its rows runs for."""
 
     generations: npt.NDArray[np.int32]
@@ -88,6 +87,7 @@ class EngineWriter:
             raise PartyExistsError(segment.name, "engine writer", pid)
         self._writer = _native.Writer(segment.source, spin_us / 1e6)
         self._source = SOURCES[_native.source_kind(segment.source)]
+        self._takes_steps = self._source in ("shm", "cuda-ipc")
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -139,6 +139,10 @@ class EngineWriter:
         captured save of n rows or more, which saves the step. Its place is taken now, so this
         blocks while the ring is full, and raises as a save does.
         """
+        if rows is None and replay_in is None and not self._is_closed:
+            usual = self._writer.stamp(generations)
+            if usual is not None:
+                return Step(usual, None)
         self._raise_if_closed()
         # int32 here, so that a save need not convert; the op checks the values again.
         stamp = _as_int32("generations", generations)
@@ -451,7 +455,14 @@ class EngineWriter:
         positions: Any,
         not_need_stop: bool,
         stream: Any,
-        **more: Any,
+        *,
+        accept_num: Any = None,
+        topk_ids: Any = None,
+        logprobs: Any = None,
+        ranks: Any = None,
+        message_flag: int = 3,
+        counts: int = 0,
+        has_wire_values: bool = False,
     ) -> None:
         if step is not None:
             generations, rows = _parts(step)
@@ -462,21 +473,32 @@ class EngineWriter:
         states, positions = _tensor("states", states), _tensor("positions", positions)
         with self._lock:
             self._make_ready_for(tokens)
-            self._writer.save(
+            self._writer.save(  # by position: names would cost a fifth of a plain save
                 tokens,
                 generations,
                 rows,
                 states,
                 positions,
-                not_need_stop=not_need_stop,
-                stream=_handle_of(stream),
-                **more,
+                accept_num,
+                topk_ids,
+                logprobs,
+                ranks,
+                None,
+                message_flag,
+                not_need_stop,
+                False,
+                _handle_of(stream),
+                counts,
+                has_wire_values,
             )
             if step is None and cuda.device_of(generations) is None:  # what begin_step() does
                 self._writer.note(rows, generations, len(generations))
 
     def _make_ready_for(self, tensor: Any) -> None:
         """What a save of this tensor needs before it begins. Under the lock."""
+        is_usual = type(tensor) is np.ndarray and self._takes_steps and not self._is_closed
+        if is_usual and self._writer.can_save():
+            return
         device = cuda.device_of(tensor)
         has_device = self._writer.cuda_device >= 0
         if device is None and has_device:
@@ -507,7 +529,7 @@ class EngineWriter:
 
     def _wait_for_space(self) -> None:
         self._raise_if_closed()
-        if self._source not in ("shm", "cuda-ipc"):
+        if not self._takes_steps:
             how = "its steps come another way; here only poll_control() and beat() work"
             raise WrongSourceError(self._segment.name, self._source, how)
         if self._writer.is_gone:
@@ -536,7 +558,7 @@ class EngineWriter:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise PipelineGoneError(self._segment.name, "this writer is closed")
-        if os.getpid() != self._pid:
+        if self._writer.is_copy:
             why = f"this writer is a fork's copy of that of pid {self._pid}"
             raise PipelineGoneError(self._segment.name, why)
 
@@ -573,7 +595,7 @@ class EngineWriter:
         With a GPU it first waits for the steps that are on their way, and raises what flush()
         would, or CudaError when the GPU could not be let go of. It is closed all the same.
         """
-        if os.getpid() != self._pid:
+        if self._writer.is_copy:
             return
         with self._lock, contextlib.ExitStack() as stack:
             stack.callback(self._segment.close)
