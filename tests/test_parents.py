@@ -313,7 +313,8 @@ def refused(call):
         return f"a fork's copy of that of pid {os.getppid()}" in str(e)
 if os.fork() == 0:
     calls = [lambda: pipe.submit(tp.Request('b', prompt_token_ids=[1])), pipe.batches, pipe.health,
-             lambda: writer.begin_step([1]), writer.poll_control]
+             lambda: writer.begin_step([1]), writer.poll_control,
+             pipe.clear, lambda: pipe.drain(0.0)]
     answers = [refused(call) for call in calls]
     writer.close(); pipe.close()
     say([os.getpid(), answers, *pipe.pids.values()])
@@ -331,7 +332,7 @@ def test_a_forked_copy_neither_uses_nor_keeps_what_its_parent_holds(unique_name:
     with program(OWNER + FORKED, unique_name) as process:
         copy, answers, *pids = told(process)
         try:
-            assert answers == [True] * 5
+            assert answers == [True] * 7
             with pytest.raises(tp.PartyExistsError, match=f"pid {process.pid} is its client"):
                 tp.Pipeline.attach(unique_name)
             with pytest.raises(tp.PartyExistsError, match=f"pid {process.pid} is its engine wri"):

@@ -69,6 +69,7 @@ class CommandChannel:
         (then PipelineGoneError); `timeout_s` bounds only the coordinator's own wait (submit).
         `while_waiting` is called every 0.2 s."""
         limit_s = _FOR_EVER_S if timeout_s is None else time_limit("timeout_s", timeout_s)
+        self._raise_if_gone()  # before anything is posted: a fork's copy writes into our slots
         deadline_s = time.monotonic() + limit_s
         slot = self._take(_RESERVED if kind in _WAITING else 0, deadline_s)
         if slot is None:
