@@ -146,6 +146,12 @@ int main(void) {
   int code = tokenpipe_get_output(NULL, &out, 0, false, &error);
   printf("%d %d %d|%d %s|%s\\n", (int)got[0], (int)got[1], (int)got[2], code, error.argument,
          error.text);
+  x.shape[0] = -1;
+  code = tokenpipe_save_output(NULL, &x, true, NULL, 0, &error);
+  printf("%d %s|", code, error.text);
+  x.shape[0] = 1, x.data = NULL;
+  code = tokenpipe_save_output(NULL, &x, true, NULL, 0, &error);
+  printf("%d %s\\n", code, error.text);
   return 0;
 }
 """
@@ -165,7 +171,11 @@ def test_the_header_is_plain_c_and_the_library_needs_no_python(tmp_path: Path) -
         said = subprocess.check_output([tmp_path / "program"], env=environment, text=True)
     finally:
         worker.remove()
-    assert said == f"1 1 41|{errno.EINVAL} x|x has 513 elements, must have at least 514\n"
+    assert said.splitlines() == [
+        f"1 1 41|{errno.EINVAL} x|x has 513 elements, must have at least 514",
+        f"{errno.EINVAL} save_output: x has -1 rows, its message has room for 512"
+        f"|{errno.EINVAL} x points nowhere",
+    ]
 
 
 # --- the operators' build, with a compiler that tells how often it was called
