@@ -79,6 +79,7 @@ public:
       dict_ = py::reinterpret_steal<py::dict>(PyObject_GenericGetDict(of_.ptr(), nullptr));
     for (size_t i = 0; i < N; ++i)
       names_[i] = interned(fields[i]);
+    check_plain();
     if (class_.slots() != nullptr)
       for (size_t i = 0; i < N; ++i)
         offsets_[i] = class_.slots()->offset(fields[i]);
@@ -95,6 +96,19 @@ public:
   }
 
 private:
+  // Throws where to set a field is more than to put it where it lies.
+  void check_plain() const {
+    PyTypeObject *const type = class_.type();
+    if (type->tp_setattro != PyObject_GenericSetAttr)
+      throw py::type_error(std::string(type->tp_name) + " has a __setattr__");
+    for (const py::str &name : names_) {
+      PyObject *const found = dict_ ? _PyType_Lookup(type, name.ptr()) : nullptr; // a borrowed one
+      if (found != nullptr && Py_TYPE(found)->tp_descr_set != nullptr)
+        throw py::type_error(std::string(type->tp_name) + "." + std::string(name) +
+                             " is no attribute alone");
+    }
+  }
+
   void look_at(const py::str &name) {
     if (std::any_of(names_.begin(), names_.end(), [&](const py::str &f) { return f.equal(name); }))
       return;
@@ -374,7 +388,7 @@ private:
   // Adds tokens to those of the task.
   void take_tokens(PyObject *task, const int32_t *tokens, py::ssize_t count) const {
     const Made all(attribute(task, names_.output_token_ids));
-    if (!PyList_Check(all.get())) {
+    if (!PyList_CheckExact(all.get())) {
       const Made added(list_of(tokens, count));
       const Made done(PyObject_CallMethodOneArg(all.get(), names_.extend.ptr(), added.get()));
       return;

@@ -353,11 +353,73 @@ def test_columns_that_do_not_fit_together_are_refused(side: Side) -> None:
     assert [(o.request_id, o.error_code) for o in outputs] == [("r0", 500)]
 
 
+def test_a_list_of_tokens_that_has_its_own_ways_is_asked_for_them(side: Side) -> None:
+    class Doubling(list[int]):
+        def extend(self, tokens: Any) -> None:
+            super().extend(2 * token for token in tokens)
+
+    side.take(fd.Request("r0", output_token_ids=Doubling()), 0, 2)
+    made_in_one_call(side, [going_on(0, 2)])
+    assert side.manager.requests["r0"].output_token_ids == [600_000, 602_000]
+
+
+def _like_an_output(**own: Any) -> type[Any]:
+    """A class as FastDeploy's output, with something of its own."""
+    about = {"__init__": fd.RequestOutput.__init__, **own}
+    return type("Own", (), about)
+
+
+def _with_a_count(self: Any, **given: Any) -> None:
+    fd.RequestOutput.__init__(self, **given)
+    self.count = len(given["outputs"].token_ids)
+
+
+@dataclasses.dataclass(slots=True)
+class CountingCompletion:
+    """A completion that counts its tokens."""
+
+    index: int
+    send_idx: int
+    token_ids: list[int]
+    draft_token_ids: list[int]
+    logprob: Any = None
+    top_logprobs: Any = None
+    count: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.token_ids)
+
+
+OWN_CACHED = property(lambda o: vars(o)["_n"], lambda o, n: vars(o).update(_n=n))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        ("RequestOutput", NoisyOutput, "NoisyOutput.number is another one in each output"),
+        ("RequestOutput", _like_an_output(__init__=_with_a_count), "Own.count is another one"),
+        (
+            "RequestOutput",
+            _like_an_output(num_cached_tokens=OWN_CACHED),
+            "Own.num_cached_tokens is",
+        ),
+        (
+            "RequestOutput",
+            _like_an_output(__setattr__=lambda o, n, v: vars(o).update({n: v})),
+            "Own has a __setattr__",
+        ),
+        ("CompletionOutput", CountingCompletion, "CountingCompletion.count is another one"),
+    ],
+)
 def test_a_class_of_another_kind_is_made_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    kind: type[Any],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with fd.installed():
-        monkeypatch.setattr(sys.modules["fastdeploy.engine.request"], "RequestOutput", NoisyOutput)
+        monkeypatch.setattr(sys.modules["fastdeploy.engine.request"], name, kind)
         caplog.set_level("INFO", "tokenpipe.fastdeploy")
         assert GoingOn(module.Host(), False)._maker is None
-    assert "outputs are made one by one: NoisyOutput.number is another one" in caplog.text
+    assert f"outputs are made one by one: {why}" in caplog.text

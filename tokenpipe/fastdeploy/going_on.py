@@ -26,16 +26,16 @@ class GoingOn:
     def __init__(self, host: Host, is_decode: bool) -> None:
         self._maker: _native.StepMaker | None = None
         try:
-            completion = host.CompletionOutput(
-                index=0, send_idx=0, token_ids=[], draft_token_ids=[]
+            completion, other_completion = (
+                host.CompletionOutput(index=n, send_idx=n, token_ids=[n] * n, draft_token_ids=[])
+                for n in (0, 1)
             )
+            _check_alike(completion, other_completion, ("index", "send_idx", "token_ids"))
             output, other = (
-                host.RequestOutput(
-                    request_id=name, outputs=completion, finished=False, metrics=None
-                )
-                for name in ("", "other")
+                host.RequestOutput(request_id=name, outputs=of, finished=False, metrics=metrics)
+                for name, of, metrics in (("", completion, None), ("other", other_completion, 1))
             )
-            _check_alike(output, other)
+            _check_alike(output, other, ("request_id", "outputs", "metrics"))
             self._maker = _native.StepMaker(output, completion, host.LogprobsLists, Life, is_decode)
         except (TypeError, AttributeError) as error:
             _log.info("outputs are made one by one: %s", error)
@@ -97,10 +97,10 @@ class GoingOn:
         )
 
 
-def _check_alike(output: Any, other: Any) -> None:
-    """Raises TypeError where a constructor makes more of an output than it is given: copies of one
-    would not be like it."""
+def _check_alike(output: Any, other: Any, given: tuple[str, ...]) -> None:
+    """Raises TypeError where a constructor makes more of an output than it is `given`: copies of
+    one would not be like it."""
     fields = [*vars(output)] if hasattr(output, "__dict__") else [*type(output).__slots__]
     for name in fields:
-        if name != "request_id" and getattr(output, name) != getattr(other, name):
+        if name not in given and getattr(output, name) != getattr(other, name):
             raise TypeError(f"{type(output).__name__}.{name} is another one in each output")
