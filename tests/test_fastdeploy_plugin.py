@@ -625,6 +625,39 @@ def test_a_pipeline_that_has_failed_is_told_to_clients_and_to_health(
 # --- speculation (behaviours 5)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_copy_of_the_engine_ends_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its exit the interpreter calls stop(). No lock that another thread held at the fork is
+    waited for."""
+    with driven(monkeypatch, role="prefill") as engine:
+        engine.admit(0, "a")
+        is_held, is_forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine.processor._handover._changed:
+                is_held.set()
+                is_forked.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        is_held.wait()
+        copy = os.fork()
+        if copy == 0:
+            try:
+                engine.processor.stop()
+            finally:
+                os._exit(0)
+        is_forked.set()
+        holder.join()
+        try:
+            wait_until(lambda: os.waitpid(copy, os.WNOHANG)[0] == copy)
+        except AssertionError:
+            kill(copy)
+            raise
+        assert engine.processor.healthy()
+        assert [said(o) for o in engine.step(peer.plain([5]))] == [row("a", 0, 0, [5])]
+
+
 @pytest.fixture(scope="module")
 def speculative_engine() -> Iterator[Driven]:
     with (
@@ -694,6 +727,26 @@ def test_a_decode_instance_goes_on_from_the_second_token_and_drops_what_is_preem
         assert [said(o) for o in engine.step(peer.plain([8, 8]))] == [row("d2", 1, 0, [8])]
 
 
+def test_an_aborted_request_gives_a_decode_instances_row_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the worker's -9, which is no output that is shielded; by an end token before it, behind
+    which the -9 finds nobody."""
+    with driven(monkeypatch, role="decode") as engine:
+        for i, tokens in enumerate([[-9], [2, -9]]):
+            request_id = f"d{i}"
+            engine.admit(0, request_id, disaggregate_info={"role": "decode"})
+            engine.processor.tokens_counter[request_id] = 1
+            assert len(engine.step(peer.plain([5]))) == 1
+            engine.manager.abort(request_id)
+            outputs = engine.step(*(peer.plain([token]) for token in tokens))
+            ended = row(request_id, 0, 2, [], end=True, error="Aborted")
+            assert [said(o) for o in outputs] == [ended]
+            assert engine.calls.named("abort")[i:] == [("abort", request_id)]
+            assert engine.manager.stop_flags[0]
+            assert not engine.processor.tokens_counter
+
+
 def test_a_prefill_instance_hands_its_first_token_on_when_the_cache_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -738,6 +791,33 @@ def test_a_connector_that_raises_and_a_cache_that_is_never_sent_cost_no_row(
         wait_until(lambda: ("finish", "lost") in engine.calls.made)
         (got,) = wait_until(engine.outputs)
         assert (got.error_code, got.error_msg) == (501, "lost failed to answer in time")
+
+
+def test_an_answer_that_is_none_and_a_manager_that_raises_do_not_end_the_hand_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with driven(monkeypatch, role="prefill") as engine:
+        for i in range(2):
+            engine.admit(i, f"p{i}", disaggregate_info={"role": "prefill"})
+        finish = engine.manager.finish_requests_async
+
+        def fail_once(_request_id: str) -> None:
+            engine.manager.finish_requests_async = finish
+            raise KeyError("not there")
+
+        engine.manager.finish_requests_async = fail_once
+        engine.send(peer.plain([5, 6]))
+        asked = threading.Event()
+        answers = iter([[("p0",)], [("p0", "finished")], [("p1", "finished")]])
+        monkeypatch.setattr(
+            engine.queue, "get_finished_req", lambda: next(answers, asked.set()) or []
+        )
+        wait_until(lambda: ("finish", "p1") in engine.calls.made)
+        wait_until(asked.is_set)
+        assert engine.processor.healthy()
+        assert {o.request_id for o in engine.scheduler.outputs()} == {"p0", "p1"}
+        monkeypatch.setattr(engine.processor._handover, "is_alive", lambda: False)
+        assert not engine.processor.healthy()
 
 
 # --- candidates (behaviours 4 and 6): in a private IPC namespace, whose limits are ours

@@ -79,6 +79,10 @@ class CacheHandover:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -95,13 +99,13 @@ class CacheHandover:
 
     def _collect(self) -> None:
         try:
-            answers = self._queue.get_finished_req()
+            answers = [(str(id_), status) for id_, status in self._queue.get_finished_req()]
         except Exception:
             # The cache sender's process may be gone: each row's deadline speaks for it.
             _log.exception("the cache sender cannot be asked")
             answers = []
         with self._changed:
-            self._answers.update((str(request_id), status) for request_id, status in answers)
+            self._answers.update(answers)
 
     def _answered(self) -> list[tuple[_Parked, str]]:
         now = time.monotonic()

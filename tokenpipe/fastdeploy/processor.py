@@ -10,6 +10,7 @@ right.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -122,7 +123,9 @@ class TokenProcessor:
         self._handover: CacheHandover | None = None
         self._stopping = threading.Event()
         self._threads: list[Any] = []
-        self._finalizer = weakref.finalize(self, _end, self._stopping, self._threads, self._pipe)
+        self._finalizer = weakref.finalize(
+            self, _end, os.getpid(), self._stopping, self._threads, self._pipe
+        )
 
     def _start(self) -> Pipeline:
         host = self._host
@@ -183,7 +186,7 @@ class TokenProcessor:
         failed, and nothing of ours stands still. A silent engine is not the processor's illness."""
         if self._is_gone or self._stopping.is_set():
             return False
-        if self.worker is not None and not self.worker.is_alive():
+        if not all(thread.is_alive() for thread in self._threads):
             return False
         limit_s = float(self._host.env("FD_TOKEN_PROCESSOR_HEALTH_TIMEOUT", _HANG_S))
         since = self._busy_since
@@ -406,12 +409,12 @@ class TokenProcessor:
             if made is not None and reason == FinishReason.ERROR and columns.batch.is_gap:
                 made.error_msg = GAP_TEXT
             return made
-        if step.stop_flags[life.row] or task.request_id in step.shielded:
+        is_shielded = task.request_id in step.shielded and reason != ACKNOWLEDGED
+        if is_shielded or step.stop_flags[life.row]:
             self.num_dropped_rows += 1
-            if reason not in (FinishReason.NONE, ACKNOWLEDGED):
-                self._rows.end(life)
-                self.tokens_counter.pop(task.request_id, None)
-            return None
+            if reason in (FinishReason.NONE, ACKNOWLEDGED):
+                return None
+            return self._end_unwanted(life, step)
         if reason == ACKNOWLEDGED:
             self._acknowledge(life)
             return None
@@ -561,6 +564,17 @@ class TokenProcessor:
         text = "sync preemption for request_id {request_id} done."
         self._telling.stage(text, request_id=request_id)
 
+    def _end_unwanted(self, life: Life, step: _Step) -> Any:
+        """A token has ended a request that the manager does not want any more. The worker's -9 may
+        be still to come, and will be nobody's: so the manager hears of it now."""
+        if not step.stop_flags[life.row]:
+            self._acknowledge(life)
+        if life.is_aborted:
+            return self._ended(life, FinishReason.ABORT)
+        self._rows.end(life)
+        self.tokens_counter.pop(life.task.request_id, None)
+        return None
+
     def _ended(self, life: Life, reason: FinishReason) -> Any:
         """Returns the last output of a request that no token has ended; None where the manager took
         its row away by itself, and has told its client."""
@@ -601,7 +615,11 @@ class TokenProcessor:
                 self._pipe.prefill_done(life.admission.request_id, answer)
         except TokenpipeError as error:
             _log.error("request %r: %s", life.task.request_id, error)
-        self._recycle(life)
+        try:
+            self._recycle(life)
+        except Exception:
+            # Neither its output nor what else is parked may wait for that.
+            _log.exception("row %d of %r was not given back", life.row, life.task.request_id)
         self._deliver([result])
 
     def _deliver(self, results: list[Any]) -> None:
@@ -636,8 +654,11 @@ def _is_decode_stage(task: Any) -> bool:
     return needed is not None and task.num_computed_tokens >= needed
 
 
-def _end(stopping: threading.Event, threads: list[Any], pipe: Pipeline) -> None:
-    """Ends what a processor has started; running requests get their finals before."""
+def _end(owner: int, stopping: threading.Event, threads: list[Any], pipe: Pipeline) -> None:
+    """Ends what a processor has started; running requests get their finals before. A forked copy of
+    the engine, which ends by itself, has started nothing."""
+    if os.getpid() != owner:
+        return
     stopping.set()
     try:
         pipe.drain(0.0)
