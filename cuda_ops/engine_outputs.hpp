@@ -297,6 +297,8 @@ private:
     PyObject *const known = PyDict_GetItemWithError(step.tokens_counter, request_id.get());
     if (known == nullptr && PyErr_Occurred() != nullptr)
       throw py::error_already_set();
+    if (known != nullptr && !PyLong_Check(known))
+      return nullptr;
     const int64_t before = known == nullptr ? 0 : PyLong_AsLongLong(known);
     if (PyErr_Occurred() != nullptr)
       throw py::error_already_set();

@@ -121,8 +121,6 @@ template <class T>
                                     (t.dtype_name.empty() ? name_of(t.dtype) : t.dtype_name) +
                                     ", must be " + name_of(dtype_of<T>()));
   assert(t.is_contiguous()); // whoever makes the view sees to it
-  if (t.data == nullptr && needed > 0)
-    throw OpArgumentError(name, std::string(name) + " points nowhere");
   if (num_elements(t) < needed)
     throw OpArgumentError(name, std::string(name) + " has " + std::to_string(num_elements(t)) +
                                     " elements, must have at least " + std::to_string(needed));
@@ -150,7 +148,7 @@ template <class T> [[nodiscard]] T *room_for(const char *name, const Tensor &t, 
 // Rows of a batch: the first dimension of `t`, at most what the message has.
 [[nodiscard]] inline int64_t rows_of(const char *name, const Tensor &t, const Op &op) {
   const int64_t rows = t.is_there() ? t.shape[0] : 0, most = row_limit(op.variant);
-  if (!t.is_there() || rows < 0 || rows > most)
+  if (!t.is_there() || rows > most)
     throw OpArgumentError(name, std::string(op.name) + ": " + name + " has " +
                                     std::to_string(rows) + " rows, its message has room for " +
                                     std::to_string(most));

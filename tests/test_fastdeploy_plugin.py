@@ -914,3 +914,15 @@ def test_a_step_is_observed_as_its_values_would_be_one_by_one() -> None:
     ]
     names = [n for n in found[0] if "created" not in n]
     assert [found[0][n] for n in names] == pytest.approx([found[1][n] for n in names])
+
+
+def test_a_cache_that_fails_costs_no_last_token(
+    plain: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain.admit(0, "x")
+    monkeypatch.setattr(plain.manager, "cache_output_tokens", lambda _task: {}["not there"])
+    assert [said(o) for o in plain.step(peer.plain([5]), peer.plain([2]))] == [
+        row("x", 0, 0, [5]),
+        row("x", 0, 1, [2], end=True),
+    ]
+    wait_until(lambda: plain.manager.stop_flags[0])

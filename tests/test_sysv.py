@@ -223,7 +223,7 @@ def test_limits_that_are_too_small_are_refused_with_the_numbers(
         tp.Pipeline(config)
     for part in ("88072", "msgmax=8192", "msgmnb=16384", "kernel.msgmax=88072", "176144"):
         assert part in str(caught.value)
-    assert caught.value.exit_code == tp.ExitCode.BAD_CONFIG
+    assert caught.value.exit_code == tp.ExitCode.NO_SPACE
 
 
 def test_a_queue_made_before_the_limits_were_raised_is_made_larger(

@@ -604,7 +604,7 @@ def cuda_library() -> str:
 
 def is_plugin_disabled() -> bool:
     """Whether TOKENPIPE_DISABLE asks for FastDeploy's own token processor. Raises ConfigError."""
-    return bool(_parsed("disable", os.environ.get(_ENVIRONMENT + "DISABLE", "0"), bool))
+    return bool(_parsed("disable", os.environ.get(_ENVIRONMENT + "DISABLE") or "0", bool))
 
 
 def usable_cores(cpu_max: str = "/sys/fs/cgroup/cpu.max") -> float:

@@ -370,7 +370,7 @@ class QueueError(TokenpipeError, OSError):
 class QueueLimitError(TokenpipeError):
     """The kernel's limits are too small for the messages of an op: the sender would lose each."""
 
-    exit_code = ExitCode.BAD_CONFIG
+    exit_code = ExitCode.NO_SPACE
 
     def __init__(self, op: str, needed: int, limits: dict[str, int], found: dict[str, int]) -> None:
         wanted = ", ".join(f"{name}={value}" for name, value in limits.items())

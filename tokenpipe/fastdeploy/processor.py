@@ -231,7 +231,7 @@ class TokenProcessor:
         try:
             while not (self._stopping.is_set() and self._is_gone):
                 self._turn(_WAIT_S)
-        except Exception:
+        except BaseException:  # of a SystemExit nobody else would hear either
             self._host.say(logging.ERROR, "the token processor's thread has died")
             _log.exception("no output is delivered any more")
 
@@ -530,7 +530,11 @@ class TokenProcessor:
             return None
         self._figures.completion(task, now, num_tokens)
         self._telling.completion(task)
-        self._manager.cache_output(task)
+        try:
+            self._manager.cache_output(task)
+        except Exception:
+            # What the cache gains is not worth the request's last tokens.
+            _log.exception("the output of %r is not kept in the cache", task.request_id)
         self._recycle(life)
         return made
 
