@@ -135,7 +135,8 @@ class PipelineConfig:
         "",
         "source",
         "socket file that FastDeploy's worker sends to; empty: "
-        "/dev/shm/get_save_output_rank0_PORT.socket, the port being INFERENCE_MSG_QUEUE_ID",
+        "/dev/shm/get_save_output_rank0_PORT.socket, the port being "
+        "INFERENCE_MSG_QUEUE_ID, or 1",
         shown="by the port",
     )
     zmq_max_message_bytes: int = _setting(
