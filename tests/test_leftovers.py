@@ -105,14 +105,16 @@ def test_nothing_outlives_the_launcher(unique_name: str, how: str, signum: signa
     wait_until(lambda: files_of(unique_name) == set())
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rounds", [2, pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
+)
 def test_restarts_after_a_kill_of_everything_do_not_fill_dev_shm(
     unique_name: str, rounds: int
 ) -> None:
     """B20: every process of a run is killed under load; the next start leaves nothing of it."""
     names = [f"{unique_name}.{i}" for i in range(rounds)]
     for i, name in enumerate(names):
-        with serve(name) as (process, ready):
+        with serve(name, "--orphan-grace-s=0.5") as (process, ready):
             assert [n for n in names if files_of(n)] == [name], "what was killed is still there"
             with tp.Pipeline.attach(name) as pipe, tp.EngineWriter.attach(name) as writer:
                 engine = FakeEngine(writer, 8)
