@@ -1053,13 +1053,14 @@ def test_nvcc_compiles_it_without_a_word_and_without_spills(name: str, tmp_path:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_build_ext_compiles_the_kernels_where_nvcc_is(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
-    subprocess.run(
+    built = subprocess.run(
         [*command, "--build-temp", str(tmp_path / "temp")],
         cwd=ROOT,
         env={**os.environ, "TOKENPIPE_CUDA_ARCHITECTURES": "90", "TOKENPIPE_DEBUG": "1"},
-        check=True,
+        text=True,
         capture_output=True,
     )
+    assert built.returncode == 0, built.stdout + built.stderr
     image = (tmp_path / "tokenpipe" / cuda.KERNELS.name).read_bytes()
     assert b"tp_pack" in image
     assert list((tmp_path / "tokenpipe").glob("_native.*.so"))
