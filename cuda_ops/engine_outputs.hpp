@@ -175,11 +175,8 @@ public:
         completion_(completion, {"index", "send_idx", "token_ids", "logprob", "top_logprobs"}),
         target_(output.attr("output_type")), num_images_(output.attr("num_input_image_tokens")),
         num_videos_(output.attr("num_input_video_tokens")),
-        lists_holder_(std::move(logprobs_lists)), lists_(as_type(lists_holder_)),
-        life_holder_(std::move(life)), life_(as_type(life_holder_)), is_decode_(is_decode) {
-    if (!PyType_IsSubtype(lists_, &PyTuple_Type) || lists_->tp_dictoffset != 0)
-      throw py::type_error(std::string(lists_->tp_name) + " is no tuple alone");
-  }
+        lists_holder_(std::move(logprobs_lists)), lists_(tuple_class(lists_holder_)),
+        life_holder_(std::move(life)), life_(as_type(life_holder_)), is_decode_(is_decode) {}
 
   // What a step has come to. Rows are numbers of the batch's rows.
   struct Told {
@@ -252,18 +249,6 @@ private:
     Told *told;
   };
 
-  [[nodiscard]] static PyTypeObject *as_type(const py::type &type) noexcept {
-    return reinterpret_cast<PyTypeObject *>(type.ptr());
-  }
-  [[nodiscard]] static PyObject *attribute(PyObject *of, const py::str &name) {
-    return Made(PyObject_GetAttr(of, name.ptr())).give();
-  }
-  [[nodiscard]] static bool is_true(PyObject *value) {
-    const int truth = PyObject_IsTrue(value);
-    if (truth < 0)
-      throw py::error_already_set();
-    return truth != 0;
-  }
   static void check(int status) {
     if (status < 0)
       throw py::error_already_set();

@@ -38,6 +38,33 @@ private:
   PyObject *object_;
 };
 
+[[nodiscard]] inline PyObject *attribute(PyObject *of, const py::str &name) {
+  return Made(PyObject_GetAttr(of, name.ptr())).give();
+}
+
+[[nodiscard]] inline bool is_true(PyObject *value) {
+  if (value == Py_None)
+    return false;
+  if (PyFloat_CheckExact(value))
+    return PyFloat_AS_DOUBLE(value) != 0;
+  const int truth = PyObject_IsTrue(value);
+  if (truth < 0)
+    throw py::error_already_set();
+  return truth != 0;
+}
+
+[[nodiscard]] inline PyTypeObject *as_type(const py::type &type) noexcept {
+  return reinterpret_cast<PyTypeObject *>(type.ptr());
+}
+
+// A class whose instances are tuples and nothing else, as named tuples are.
+[[nodiscard]] inline PyTypeObject *tuple_class(const py::type &type) {
+  PyTypeObject *const found = as_type(type);
+  if (!PyType_IsSubtype(found, &PyTuple_Type) || found->tp_dictoffset != 0)
+    throw py::type_error(std::string(found->tp_name) + " is no tuple alone");
+  return found;
+}
+
 // A class that has __slots__ and nothing else: they lie behind the object's head, pointer after
 // pointer.
 class SlotClass {
@@ -212,7 +239,7 @@ private:
 // Fills in the stamps of a RequestMetrics that a token has.
 class Stamps {
 public:
-  explicit Stamps(py::type type) : holder_(std::move(type)), class_(of(holder_)) {}
+  explicit Stamps(py::type type) : holder_(std::move(type)), class_(as_type(holder_)) {}
 
   // A copy as it stands when a token came at `now`, the first one at `first` (nullptr: unknown).
   [[nodiscard]] PyObject *at_token(PyObject *metrics, PyObject *now, PyObject *first) const {
@@ -242,26 +269,11 @@ public:
   }
 
 private:
-  [[nodiscard]] static PyTypeObject *of(const py::type &type) noexcept {
-    return reinterpret_cast<PyTypeObject *>(type.ptr());
-  }
-
   [[nodiscard]] static PyObject *there(PyObject *m, Py_ssize_t offset, const char *name) {
     PyObject *const value = slot(m, offset);
     if (value == nullptr)
       throw py::attribute_error(name);
     return value;
-  }
-
-  [[nodiscard]] static bool is_true(PyObject *value) {
-    if (value == Py_None)
-      return false;
-    if (PyFloat_CheckExact(value))
-      return PyFloat_AS_DOUBLE(value) != 0;
-    const int truth = PyObject_IsTrue(value);
-    if (truth < 0)
-      throw py::error_already_set();
-    return truth != 0;
   }
 
   [[nodiscard]] static PyObject *difference(PyObject *end, PyObject *begin) {
@@ -305,10 +317,7 @@ public:
               py::type logprobs_lists, bool is_decode)
       : output_prototype_(std::move(request_output)), completion_prototype_(std::move(completion)),
         stamps_(stamps), lists_holder_(std::move(logprobs_lists)),
-        lists_(reinterpret_cast<PyTypeObject *>(lists_holder_.ptr())), is_decode_(is_decode) {
-    if (!PyType_IsSubtype(lists_, &PyTuple_Type) || lists_->tp_dictoffset != 0)
-      throw py::type_error(std::string(lists_->tp_name) + " is no tuple alone");
-  }
+        lists_(tuple_class(lists_holder_)), is_decode_(is_decode) {}
 
   // Of `requests` [n] a RequestOutput each. `columns`: (row, send_idx, token_offsets,
   // finish_reason, first_token_ns, token_ids) of the batch. `candidates`: None or those of the
@@ -377,10 +386,6 @@ private:
     Column<int64_t> row_of;
   };
 
-  [[nodiscard]] static PyObject *attribute(PyObject *of, const py::str &name) {
-    return Made(PyObject_GetAttr(of, name.ptr())).give();
-  }
-
   // Whether an output holds what its request's owner can still change; all else in it is ours.
   [[nodiscard]] bool holds_a_container(PyObject *o) const noexcept {
     return PyObject_IS_GC(slot(o, prompt_)) || PyObject_IS_GC(slot(o, ic_req_data_)) ||
@@ -393,10 +398,7 @@ private:
     if (first_ns == 0)
       return stamps_.at_token(before.get(), now.ptr(), nullptr);
     const Made emitted(attribute(request, names_.num_emitted_tokens));
-    const int is_elsewhere = PyObject_IsTrue(emitted.get());
-    if (is_elsewhere < 0)
-      throw py::error_already_set();
-    if (is_elsewhere != 0)
+    if (is_true(emitted.get()))
       return stamps_.at_token(before.get(), now.ptr(), nullptr);
     const auto wall_ns = static_cast<double>(static_cast<__int128>(first_ns) + wall_offset_ns);
     const Made first(PyFloat_FromDouble(wall_ns / 1e9));
