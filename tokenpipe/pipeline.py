@@ -168,9 +168,9 @@ class Pipeline:
             return True
         if self._has_ended:  # its finals are made: one that comes back is another handle's
             return True
-        # Roles end on their own within orphan_grace_s, and may deliver until then.
         if not asks_who_lives:
             return False
+        # Roles end on their own within orphan_grace_s, and may deliver until then.
         if not self._is_alone():
             self._alone_since = None
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -14,14 +13,14 @@ import numpy as np
 from tokenpipe.commands import FinishReason
 from tokenpipe.fastdeploy.host import Host
 from tokenpipe.objects import ERRORS
-from tokenpipe.outputs import TARGET, OutputBatch
+from tokenpipe.outputs import TARGET, OutputBatch, lazy
 from tokenpipe.records import LogprobsLists, SpeculateMetrics
 from tokenpipe.requests import in_prompt_order
 
 
-def _listed(column: str) -> cached_property[Any]:
+def _listed(column: str) -> lazy[Any]:
     """A column of a batch as a list of Python's own."""
-    return cached_property(lambda columns: getattr(columns.batch, column).tolist())
+    return lazy(lambda columns: getattr(columns.batch, column).tolist())
 
 
 class Columns:
